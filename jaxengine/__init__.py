@@ -1,0 +1,33 @@
+"""jaxengine: an LLM inference engine on JAX. Public names load lazily, so that processes
+without a device (API server, supervisor) never import JAX."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from jaxengine.config import EngineConfig as EngineConfig
+    from jaxengine.engine.async_llm import AsyncLLM as AsyncLLM
+    from jaxengine.engine.llm import LLM as LLM
+    from jaxengine.frontend.outputs import CompletionOutput as CompletionOutput
+    from jaxengine.frontend.outputs import RequestOutput as RequestOutput
+    from jaxengine.sampling_params import SamplingParams as SamplingParams
+
+_HOME = {
+    "LLM": "jaxengine.engine.llm",
+    "AsyncLLM": "jaxengine.engine.async_llm",
+    "SamplingParams": "jaxengine.sampling_params",
+    "EngineConfig": "jaxengine.config",
+    "RequestOutput": "jaxengine.frontend.outputs",
+    "CompletionOutput": "jaxengine.frontend.outputs",
+}
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxengine' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,136 @@
+"""Every setting, once: the CLI flags, YAML keys and Python keywords are made from these fields.
+
+Names and meanings follow vLLM's where the meaning is the same. A field's docstring (the string
+under it) is its help text. Nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str = "demo"
+    """Hugging Face folder, .gguf file, hub id, or "demo" (SmolLM2-135M-Instruct)."""
+    tokenizer: str | None = None
+    """Folder, tokenizer.json or .gguf file; default: with the model."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and activations; auto takes the checkpoint's (GGUF: the platform's best)."""
+    quantization: Literal["int8"] | None = None
+    """int8: weights and activations in 8 bits where that is faster (CPU)."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and output, in tokens; default: the model's, within memory."""
+    seed: int = 0
+    """Base of the random keys of requests without a seed."""
+    max_logprobs: int = 20
+    """Most log-probabilities a request may ask for at one position; -1 = the whole vocabulary."""
+    generation_config: str = "auto"
+    """"auto" takes sampling defaults from the model's generation_config.json; "engine" ignores it."""
+    chat_template: str | None = None
+    """File (or text) of a Jinja chat template that replaces the model's."""
+    trust_request_chat_template: bool = False
+    """Accept a chat_template in requests (rendered in the sandbox all the same)."""
+    download_dir: str | None = None
+    """Where hub downloads are kept."""
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int = 16
+    """Tokens in one KV block."""
+    num_gpu_blocks_override: int | None = None
+    """Exact number of KV blocks, instead of what memory allows."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes for the KV pool; default: gpu_memory_utilization on GPU, enough for a few long sequences on CPU."""
+    gpu_memory_utilization: float = 0.92
+    """Share of device memory for weights, activations and KV."""
+    enable_prefix_caching: bool = True
+    """Reuse KV blocks of equal prefixes."""
+    prefix_caching_hash_algo: Literal["sha256", "xxhash"] = "sha256"
+    """Hash of the block chain."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int | None = None
+    """Most sequences in one step; default 64 on CPU, 256 on GPU."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step; default 1024 on CPU, 8192 on GPU."""
+    enable_chunked_prefill: bool = True
+    """Split long prompts over steps, beside running decodes."""
+    long_prefill_token_threshold: int = 0
+    """Longest chunk of one prompt while others wait; 0 = no limit."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of admission."""
+    async_scheduling: bool = True
+    """Plan the next step while the device works on this one."""
+    watermark: float = 0.0
+    """Share of KV blocks kept free when new requests are admitted."""
+    max_num_queued_reqs: int | None = None
+    """Refuse (503) above so many waiting requests."""
+    max_num_queued_tokens: int | None = None
+    """Refuse (503) above so many waiting prompt tokens."""
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    warmup: Literal["auto", "full", "background", "lazy"] = "auto"
+    """full: compile every bucket before serving; background: serve at once and compile beside;
+    lazy: compile on first use; auto: background on CPU, full on GPU."""
+    compilation_cache_dir: str | None = None
+    """Persistent XLA cache; default ~/.cache/jaxengine/xla; "off" disables."""
+    attention_backend: Literal["auto", "mosaic", "xla"] = "auto"
+    """Attention kernels: Pallas Mosaic GPU, or XLA."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on."""
+    api_key: str | None = None
+    """Key that clients must send as a bearer token."""
+    served_model_name: str | None = None
+    """Name in /v1/models and responses; default: the model argument."""
+    allowed_origins: list[str] = field(default_factory=list)
+    """CORS origins."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests get to finish on SIGTERM."""
+    max_request_bytes: int = 32 * 1024 * 1024
+    """Largest request body; larger is 413."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Log level."""
+    disable_log_stats: bool = False
+    """No periodic status line."""
+    metrics_compat: Literal["none", "vllm"] = "none"
+    """vllm: export the metrics under vllm: too."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All of it. `EngineConfig.of(model="x", block_size=32)` spreads flat keywords."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    @staticmethod
+    def of(**flat: Any) -> EngineConfig:
+        """Build from flat keywords. Raises TypeError for an unknown name."""
+        parts: dict[str, Any] = {}
+        for part in dataclasses.fields(EngineConfig):
+            kind = part.default_factory
+            names = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+            mine = {k: flat.pop(k) for k in list(flat) if k in names}
+            parts[part.name] = kind(**mine)  # type: ignore[misc]
+        if flat:
+            raise TypeError(f"unknown setting {sorted(flat)[0]!r}")
+        return EngineConfig(**parts)

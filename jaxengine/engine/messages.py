@@ -1,0 +1,102 @@
+"""The wire types between frontend and engine (msgpack through msgspec; never pickle)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from jaxengine.sampling_params import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One sequence for the engine, validated and tokenized (n > 1 was fanned out before)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    eos_token_ids: list[int] = []  # the one EOS set: grammar, min_tokens, ignore_eos, stop use it
+    bad_words_token_ids: list[list[int]] = []
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position; the position's own token comes first in both lists.
+
+    `rank` is how many tokens have a log-probability >= that token's (1 = the most likely).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What one step brought for one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one per new token
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # whole prompt, once; [0] is None
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    # monotonic seconds of the engine process: queued, first scheduled
+    times: tuple[float, float] | None = None
+
+
+class EngineStats(msgspec.Struct, omit_defaults=True):
+    """A snapshot of gauges, and counters since start (monotone)."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0  # tokens
+    num_compilations: int = 0
+    compilations_after_warmup: int = 0
+    num_steps: int = 0
+    step_tokens: int = 0
+    host_seconds: float = 0.0
+    step_seconds: float = 0.0
+    nan_rows: int = 0
+    pipeline_depth: int = 1
+    num_blocks: int = 0
+    extra: dict[str, float] = {}
+
+
+class EngineOutputs(msgspec.Struct, omit_defaults=True):
+    """One message from an engine: the outputs of a step, and its stats."""
+
+    engine_index: int = 0
+    outputs: list[EngineOutput] = []
+    stats: EngineStats | None = None
+
+
+class UtilityCall(msgspec.Struct):
+    """A named call of the engine (`reset_prefix_cache`, ...), answered by `UtilityResult`."""
+
+    call_id: int
+    method: str
+    args: list[Any] = []
+
+
+class UtilityResult(msgspec.Struct, omit_defaults=True):
+    call_id: int
+    result: Any = None
+    error: str | None = None
+
+
+class EngineReady(msgspec.Struct, omit_defaults=True):
+    """Sent once by an engine process when it can serve."""
+
+    engine_index: int = 0
+    max_model_len: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    vocab_size: int = 0
+    info: dict[str, str] = {}

@@ -1,0 +1,63 @@
+"""What a request asks of the sampler: names, defaults and rules are vLLM's (engine-behaviour 8.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Exactly one of these fields is set; see `jaxengine.structured`."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of one request. Frozen; build variants with `msgspec.structs.replace`.
+
+    `temperature` 0 (or below 1e-5) is greedy. `top_k` 0 or -1 is off. `max_tokens` None means
+    up to the context limit. `logprobs` N returns the N best and the sampled token.
+    Validation lives in `jaxengine.frontend.validation` (every face calls it at the door).
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_reading_prefix_cache: bool | None = None
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5

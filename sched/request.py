@@ -1,0 +1,1 @@
+"""One sequence, as the planner sees it."""
