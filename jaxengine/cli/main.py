@@ -1,0 +1,176 @@
+"""`jaxengine`: the command line. Commands import what they need when they run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import cyclopts
+from cyclopts import Parameter
+
+import jaxengine
+from jaxengine.cli.options import Options, split_argv, to_config, yaml_config
+
+app = cyclopts.App(
+    name="jaxengine",
+    help="An LLM inference engine on JAX. `jaxengine COMMAND --help` lists a command's flags.",
+    version=jaxengine.__version__,
+)
+
+Model = Annotated[str | None, Parameter(name="MODEL", show_default=False)]
+_MODEL_HELP = 'Model folder, .gguf file, hub id or "demo" (the default).'
+
+
+@app.command
+def serve(
+    model: Model = None,
+    /,
+    *,
+    stub: Annotated[bool, Parameter(negative=())] = False,
+    options: Options | None = None,
+) -> int:
+    """Serve a model over the OpenAI HTTP API.
+
+    Parameters
+    ----------
+    model
+        Model folder, .gguf file, hub id or "demo" (the default).
+    stub
+        Canned tokens instead of a model: load tests of the server alone.
+    """
+    from jaxengine.cli.serve import run_server
+
+    return run_server(to_config(model, options), stub)
+
+
+@app.command
+def generate(
+    prompt: str,
+    /,
+    model: Model = None,
+    *,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    options: Options | None = None,
+) -> int:
+    """Continue a prompt in this process and print the text as it comes.
+
+    Parameters
+    ----------
+    prompt
+        The text to continue; "-" reads it from standard input.
+    model
+        Model folder, .gguf file, hub id or "demo" (the default).
+    max_tokens
+        Most tokens to generate.
+    temperature
+        0 is greedy.
+    """
+    from jaxengine.cli.generate import run_generate
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    return run_generate(to_config(model, options), text, max_tokens, temperature)
+
+
+@app.command
+def chat(
+    url: Annotated[str, Parameter(name="--url")] = "http://127.0.0.1:8000",
+    *,
+    model: str | None = None,
+    system: str | None = None,
+    message: Annotated[str | None, Parameter(alias="-q")] = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    api_key: str | None = None,
+) -> int:
+    """Talk to a running server; answers stream to the terminal.
+
+    Parameters
+    ----------
+    url
+        Address of the server.
+    model
+        Name of the model; default: the first that the server lists.
+    system
+        System message.
+    message
+        Ask this once and exit, instead of a conversation.
+    temperature
+        Sampling temperature; default: the model's.
+    max_tokens
+        Most tokens of an answer.
+    api_key
+        The server's key.
+    """
+    from jaxengine.cli.chat import run_chat
+
+    return run_chat(url, model, system, message, temperature, max_tokens, api_key)
+
+
+@app.command
+def complete(
+    prompt: str,
+    /,
+    url: Annotated[str, Parameter(name="--url")] = "http://127.0.0.1:8000",
+    *,
+    model: str | None = None,
+    temperature: float | None = None,
+    max_tokens: int = 64,
+    api_key: str | None = None,
+) -> int:
+    """Have a running server continue a prompt.
+
+    Parameters
+    ----------
+    prompt
+        The text to continue.
+    url
+        Address of the server.
+    model
+        Name of the model; default: the first that the server lists.
+    temperature
+        Sampling temperature; default: the model's.
+    max_tokens
+        Most tokens to generate.
+    api_key
+        The server's key.
+    """
+    from jaxengine.cli.chat import run_complete
+
+    return run_complete(url, model, prompt, temperature, max_tokens, api_key)
+
+
+@app.command
+def doctor() -> int:
+    """Show versions, devices and settings, and what is wrong with them. Exit 1 on a problem."""
+    from jaxengine.cli.doctor import run_doctor
+
+    return run_doctor()
+
+
+@app.command(help_flags=[], version_flags=[])
+def bench(
+    *words: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+) -> int:
+    """Measure: `bench throughput|latency|sched|serve` (each with its own --help)."""
+    from jaxengine.cli.bench import run_bench
+
+    return run_bench(list(words))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry of the `jaxengine` script. A mistake on the command line exits with 2."""
+    try:
+        words, config = split_argv(sys.argv[1:] if argv is None else argv)
+        app.config = () if config is None else (yaml_config(config),)
+        code = app(words, exit_on_error=True, result_action="return_value")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ValueError as error:  # of the settings; one sentence is all a user needs
+        print(f"jaxengine: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Flags from the config dataclasses: one field is one flag, one YAML key, one Python keyword."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_type_hints
+
+import cyclopts
+from cyclopts import Parameter
+
+from jaxengine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Options:
+    """All settings, flattened into flags."""
+
+    model: Annotated[ModelConfig, Parameter(name="*", group="Model")] = field(
+        default_factory=ModelConfig
+    )
+    cache: Annotated[CacheConfig, Parameter(name="*", group="KV cache")] = field(
+        default_factory=CacheConfig
+    )
+    scheduler: Annotated[SchedulerConfig, Parameter(name="*", group="Scheduler")] = field(
+        default_factory=SchedulerConfig
+    )
+    runner: Annotated[RunnerConfig, Parameter(name="*", group="Runner")] = field(
+        default_factory=RunnerConfig
+    )
+    server: Annotated[ServerConfig, Parameter(name="*", group="Server")] = field(
+        default_factory=ServerConfig
+    )
+
+
+def to_config(model: str | None, options: Options | None) -> EngineConfig:
+    """The engine's configuration; the positional `model` is the flag --model by another name."""
+    options = options or Options()
+    chosen = options.model
+    if model is not None:
+        if chosen.model not in (ModelConfig().model, model):
+            raise ValueError(f"two models are given: {model} and --model {chosen.model}")
+        chosen = dataclasses.replace(chosen, model=model)
+    config = EngineConfig(chosen, options.cache, options.scheduler, options.runner, options.server)
+    check(config)
+    return config
+
+
+_POSITIVE = (
+    "max_model_len",
+    "block_size",
+    "num_gpu_blocks_override",
+    "kv_cache_memory_bytes",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_request_bytes",
+)
+_NOT_NEGATIVE = (
+    "long_prefill_token_threshold",
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "shutdown_timeout",
+)
+
+
+def check(config: EngineConfig) -> None:
+    """Raises ValueError naming the flag of the first value out of range."""
+    flat: dict[str, Any] = {}
+    for part in dataclasses.fields(config):
+        flat |= vars(getattr(config, part.name))
+    for name in _POSITIVE:
+        if flat[name] is not None and flat[name] < 1:
+            raise ValueError(f"{flag(name)} must be at least 1, got {flat[name]}")
+    for name in _NOT_NEGATIVE:
+        if flat[name] is not None and flat[name] < 0:
+            raise ValueError(f"{flag(name)} must not be negative, got {flat[name]}")
+    if not 0 < flat["gpu_memory_utilization"] <= 1:
+        given = flat["gpu_memory_utilization"]
+        raise ValueError(f"--gpu-memory-utilization must be above 0 and at most 1, got {given}")
+    if not 0 <= flat["watermark"] < 1:
+        raise ValueError(f"--watermark must be from 0 to below 1, got {flat['watermark']}")
+    if not 0 <= flat["port"] <= 65535:
+        raise ValueError(f"--port must be between 0 and 65535, got {flat['port']}")
+    if flat["max_logprobs"] < -1:
+        raise ValueError(f"--max-logprobs must be at least -1, got {flat['max_logprobs']}")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def split_argv(argv: list[str]) -> tuple[list[str], str | None]:
+    """Take `--config FILE` out, and turn `--async-scheduling false` into `--async-scheduling=false`
+    (a flag's value form, for every boolean field)."""
+    booleans = _boolean_flags()
+    rest: list[str] = []
+    config = None
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            config = next(words, None)
+            if config is None:
+                raise ValueError("--config needs a file")
+        elif word.startswith("--config="):
+            config = word.removeprefix("--config=")
+        elif rest and rest[-1] in booleans and word.lower() in ("true", "false"):
+            rest[-1] += "=" + word.lower()
+        else:
+            rest.append(word)
+    if config is not None and not os.path.isfile(config):
+        raise ValueError(f"--config {config}: no such file")
+    return rest, config
+
+
+def _boolean_flags() -> set[str]:
+    flags = set()
+    for part in (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ServerConfig):
+        for name, kind in get_type_hints(part).items():
+            if kind is bool:
+                flags |= {flag(name), "--" + name}
+    return flags
+
+
+def yaml_config(path: str) -> cyclopts.config.Yaml:
+    """Settings from a file; the command line wins."""
+    return cyclopts.config.Yaml(path, must_exist=True, use_commands_as_keys=False)

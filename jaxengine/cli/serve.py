@@ -1,0 +1,27 @@
+"""The serve command."""
+
+from __future__ import annotations
+
+import logging
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine import wire
+
+
+def run_server(config: EngineConfig, stub: bool = False) -> int:
+    """Serve until told to stop; returns the exit code (see `jaxengine.server.run.serve`)."""
+    from jaxengine.server.run import serve
+
+    setup_logging(config.server.log_level)
+    return serve(config, wire.STUB_CORE if stub else wire.DEFAULT_CORE)
+
+
+def setup_logging(level: str) -> None:
+    """One line an event, to stderr; standard output stays free for answers."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

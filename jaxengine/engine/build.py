@@ -1,0 +1,201 @@
+"""From settings to a running executor: files, shapes, programs, weights, memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine import platform
+from jaxengine.config import EngineConfig
+from jaxengine.executor.inline import InlineExecutor
+from jaxengine.models.decoder import param_shapes
+from jaxengine.models.spec import DecoderSpec
+from jaxengine.runner.buckets import all_buckets, warmup_order
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.programs import SEED, Programs
+from jaxengine.runner.state import state_shapes
+from jaxengine.runner.step import StepConfig
+from jaxengine.sched.batch import BatchShape
+from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.sched.slot_record import SlotShape
+from jaxengine.weights.load import checkpoint_dtype, load_params, load_spec
+from jaxengine.weights.resolve import resolve_model
+
+log = logging.getLogger(__name__)
+
+CPU_KV_BYTES = 384 * 2**20  # of the pool when nothing was said, on CPU
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the engine core runs on."""
+
+    executor: InlineExecutor
+    planner: PlannerConfig
+    batch_shape: BatchShape
+    slot_shape: SlotShape
+    spec: DecoderSpec
+    info: dict[str, str]
+
+
+def build(config: EngineConfig) -> Built:
+    """Load the model and compile its programs, both at once.
+
+    Raises ValueError with one sentence for a setting that cannot work, and the loader's errors.
+    """
+    started = time.monotonic()
+    _use_compilation_cache(config.runner.compilation_cache_dir)
+    files = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
+    spec = load_spec(files)
+    dtype = _dtype(config.model.dtype, checkpoint_dtype(files))
+    kv_dtype = jnp.dtype(dtype)
+    planner = plan_sizes(config, spec, kv_dtype)
+    batch_shape = BatchShape(
+        num_groups=len(planner.groups),
+        table_width=-(-planner.max_model_len // planner.block_size),
+        block_size=planner.block_size,
+        num_blocks=planner.num_blocks,
+    )
+    slot_shape = SlotShape(planner.max_num_seqs, planner.max_model_len, spec.vocab_size)
+    asked = config.model.max_logprobs
+    num_logprobs = spec.vocab_size if asked < 0 else min(asked, spec.vocab_size)
+    step = StepConfig(spec, batch_shape, num_logprobs)
+    state = state_shapes(spec, batch_shape, slot_shape, kv_dtype)
+    buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
+    programs = Programs(step, param_shapes(spec, kv_dtype), state, slot_shape)
+    warmup = _warmup(config.runner.warmup)
+    if warmup != "lazy":
+        programs.start([*warmup_order(buckets), SEED])
+    try:
+        params = load_params(files, spec, dtype, _put)
+        loaded = time.monotonic()
+        runner = ModelRunner(params, state, programs, buckets)
+        executor = InlineExecutor(runner)
+        if warmup == "full":
+            _wait_with_progress(programs)
+    except BaseException:
+        programs.shutdown()
+        raise
+    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+    info = {
+        "model": files.name,
+        "dtype": dtype,
+        "weights MiB": f"{weight_bytes / 2**20:.0f}",
+        "KV blocks": f"{planner.num_blocks} of {planner.block_size} tokens",
+        "KV tokens": str(planner.num_blocks * planner.block_size),
+        "programs": f"{len(buckets)} buckets, warm-up {warmup}",
+        "seconds": f"{loaded - started:.1f} load, {time.monotonic() - loaded:.1f} after",
+    }
+    return Built(executor, planner, batch_shape, slot_shape, spec, info)
+
+
+def _put(array: np.ndarray[Any, Any]) -> jax.Array:
+    return jnp.asarray(array)
+
+
+def _use_compilation_cache(setting: str | None) -> None:
+    folder = platform.cache_dir(setting)
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _warmup(setting: str) -> str:
+    if setting != "auto":
+        return setting
+    return "background" if jax.default_backend() == "cpu" else "full"
+
+
+def _dtype(setting: str, stored: str) -> str:
+    if setting != "auto":
+        return setting
+    # float16 products are emulated on CPU, and bfloat16 has the range of float32.
+    return "float32" if stored == "float32" else "bfloat16"
+
+
+def plan_sizes(config: EngineConfig, spec: DecoderSpec, kv_dtype: Any) -> PlannerConfig:
+    """Resolve every size the planner needs; raises ValueError naming the setting."""
+    on_cpu = jax.default_backend() == "cpu"
+    sched, cache = config.scheduler, config.cache
+    max_num_seqs = sched.max_num_seqs or (64 if on_cpu else 256)
+    budget = sched.max_num_batched_tokens or (1024 if on_cpu else 8192)
+    if max_num_seqs < 1 or budget < 1:
+        raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
+    if cache.block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {cache.block_size}")
+    if budget < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens {budget} must be at least max_num_seqs {max_num_seqs}"
+        )
+    wanted = config.model.max_model_len
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"max_model_len must be at least 1, got {wanted}")
+    if wanted is not None and wanted > spec.max_position:
+        raise ValueError(
+            f"max_model_len {wanted} is more than the {spec.max_position} positions of the model"
+        )
+    max_model_len = wanted or spec.max_position
+    itemsize = jnp.dtype(kv_dtype).itemsize
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
+    block_bytes = token_bytes * cache.block_size
+    num_blocks = cache.num_gpu_blocks_override
+    if num_blocks is None:
+        room = cache.kv_cache_memory_bytes or _kv_room(on_cpu, cache.gpu_memory_utilization)
+        most = -(-max_model_len // cache.block_size) * max_num_seqs
+        num_blocks = min(room // block_bytes, most)
+    if num_blocks < 1:
+        raise ValueError("kv_cache_memory_bytes does not hold a single block")
+    fits = num_blocks * cache.block_size
+    if max_model_len > fits:
+        if wanted is not None:
+            need = max_model_len * token_bytes / 2**30
+            raise ValueError(
+                f"max_model_len {wanted} needs {need:.2f} GiB of KV, but the pool of {num_blocks} "
+                f"blocks holds {fits} tokens; lower max_model_len or raise kv_cache_memory_bytes"
+            )
+        log.info("max_model_len is %d, all that the KV pool holds", fits)
+        max_model_len = fits
+    return PlannerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        block_size=cache.block_size,
+        num_blocks=num_blocks,
+        groups=tuple(GroupSpec(window) for window in spec.groups),
+        enable_prefix_caching=cache.enable_prefix_caching,
+        prefix_caching_hash_algo=cache.prefix_caching_hash_algo,
+        enable_chunked_prefill=sched.enable_chunked_prefill,
+        long_prefill_token_threshold=sched.long_prefill_token_threshold,
+        policy=sched.scheduling_policy,
+        async_scheduling=sched.async_scheduling,
+        watermark=sched.watermark,
+    )
+
+
+def _kv_room(on_cpu: bool, utilization: float) -> int:
+    if on_cpu:
+        return CPU_KV_BYTES
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
+    return max(0, int(limit * utilization) - used - 2 * 2**30)
+
+
+def _wait_with_progress(programs: Programs) -> None:
+    from tqdm import tqdm
+
+    with tqdm(desc="Compiling programs", unit="program") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        programs.wait(show)

@@ -1,0 +1,266 @@
+"""The front's end of one engine process: start it, talk to it, notice when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine import wire
+from jaxengine.engine.messages import (
+    EngineOutputs,
+    EngineReady,
+    EngineRequest,
+    UtilityCall,
+)
+from jaxengine.engine.process import EngineLaunch, run_engine
+
+log = logging.getLogger(__name__)
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process is gone; nothing that was running can be finished."""
+
+
+class EngineStartError(RuntimeError):
+    """The engine process could not start. `user_error`: the configuration is at fault."""
+
+    def __init__(self, message: str, *, user_error: bool = False, trace: str = "") -> None:
+        super().__init__(message)
+        self.user_error = user_error
+        self.trace = trace
+
+
+class EngineClient:
+    """One engine process over ZMQ. Every method is called from the event loop's thread."""
+
+    def __init__(self, config: EngineConfig, core: str = wire.DEFAULT_CORE, index: int = 0) -> None:
+        self._config = config
+        self._core = core
+        self._index = index
+        self._identity = index.to_bytes(2, "little")
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._next_call = 0
+        self._folder: str | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._input: zmq.Socket[bytes] | None = None
+        self._output: zmq.asyncio.Socket | None = None
+        self._process: BaseProcess | None = None
+        self._exited: asyncio.Event | None = None
+        self._closing = False
+        self.ready = EngineReady()
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> EngineReady:
+        """Spawn the process and wait until it can serve. Raises EngineStartError."""
+        self._folder = tempfile.mkdtemp(prefix="jaxengine-")
+        self._context = zmq.asyncio.Context()
+        # The input side is a plain socket: without a high-water mark its sends never block.
+        shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
+        self._input = shadow.socket(zmq.ROUTER)
+        self._output = self._context.socket(zmq.PULL)
+        for socket, option in ((self._input, zmq.SNDHWM), (self._output, zmq.RCVHWM)):
+            socket.setsockopt(option, 0)
+            socket.setsockopt(zmq.LINGER, 0)
+        self._input.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        input_address, output_address = (f"ipc://{self._folder}/{n}" for n in ("in", "out"))
+        self._input.bind(input_address)
+        self._output.bind(output_address)
+        launch = EngineLaunch(
+            config=self._config,
+            input_address=input_address,
+            output_address=output_address,
+            core=self._core,
+            index=self._index,
+            parent_pid=os.getpid(),
+            die_with_parent=threading.current_thread() is threading.main_thread(),
+        )
+        spawn = multiprocessing.get_context("spawn")
+        self._process = spawn.Process(
+            target=run_engine, args=(launch,), name=f"jaxengine-engine{self._index}"
+        )
+        self._process.start()
+        loop = asyncio.get_running_loop()
+        self._exited = asyncio.Event()
+        loop.add_reader(self._process.sentinel, self._on_exit)
+        try:
+            self.ready = await self._handshake()
+        except BaseException:
+            await self.close(grace=0)
+            raise
+        return self.ready
+
+    async def _handshake(self) -> EngineReady:
+        kind, payload = await self._receive()
+        if kind != wire.READY:
+            failure = wire.decode_failure(payload)
+            raise EngineStartError(
+                f"the engine could not start: {failure.message}",
+                user_error=failure.user_error,
+                trace=failure.traceback,
+            )
+        assert self._input is not None
+        for _ in range(1000):  # the hello frame follows READY by milliseconds
+            if self._input.poll(0):
+                self._input.recv_multipart()
+                self._remove_folder()  # both ends are connected: nothing is left after a kill -9
+                return wire.decode_ready(payload)
+            await asyncio.sleep(0.01)
+        raise EngineStartError("the engine started but does not read its messages")
+
+    def _on_exit(self) -> None:
+        assert self._process is not None and self._exited is not None
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self._exited.set()
+
+    async def _receive(self) -> tuple[bytes, bytes]:
+        """The next message; raises EngineDeadError (EngineStartError before READY) at the end."""
+        assert self._output is not None and self._exited is not None
+        exited = self._exited
+        if not exited.is_set():
+            message = asyncio.ensure_future(self._output.recv_multipart())
+            death = asyncio.ensure_future(exited.wait())
+            try:
+                await asyncio.wait({message, death}, return_when=asyncio.FIRST_COMPLETED)
+                if message.done():
+                    kind, payload = message.result()
+                    return kind, payload
+            finally:
+                death.cancel()
+                if not message.done():
+                    message.cancel()
+        if await self._output.poll(100):  # last words
+            kind, payload = await self._output.recv_multipart()
+            return kind, payload
+        code = None if self._process is None else self._process.exitcode
+        if not self.ready.vocab_size:
+            raise EngineStartError(f"the engine process ended while starting (exit code {code})")
+        raise EngineDeadError(f"the engine process ended (exit code {code})")
+
+    async def receive(self) -> EngineOutputs:
+        """The next outputs; answers of utility calls are handed to their callers on the way.
+
+        Raises EngineDeadError once the process is gone or has announced its failure.
+        """
+        while True:
+            assert self._output is not None
+            try:  # usually there is one already: no tasks, no waiting
+                frames = await self._output.recv_multipart(zmq.NOBLOCK)
+                kind, payload = frames
+            except zmq.Again:
+                kind, payload = await self._receive()
+            if kind == wire.OUTPUTS:
+                return wire.decode_outputs(payload)
+            if kind == wire.RESULT:
+                self._answer(payload)
+            elif kind == wire.FAILED:
+                failure = wire.decode_failure(payload)
+                log.error("engine %d failed:\n%s", self._index, failure.traceback)
+                raise EngineDeadError(f"the engine failed: {failure.message}")
+
+    def _answer(self, payload: bytes) -> None:
+        result = wire.decode_result(payload)
+        future = self._calls.pop(result.call_id, None)
+        if future is None or future.done():
+            return
+        if result.error is None:
+            future.set_result(result.result)
+        else:
+            future.set_exception(RuntimeError(result.error))
+
+    def _send(self, kind: bytes, payload: bytes) -> None:
+        if self._input is None or self._closing:
+            raise EngineDeadError("the engine is shut down")
+        try:
+            self._input.send_multipart([self._identity, kind, payload], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise EngineDeadError(f"the engine process cannot be reached ({error})") from None
+
+    def add(self, request: EngineRequest) -> None:
+        """Raises EngineDeadError."""
+        self._send(wire.ADD, wire.encode(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Idempotent; a dead engine has nothing left to abort."""
+        if request_ids:
+            with contextlib.suppress(EngineDeadError):
+                self._send(wire.ABORT, wire.encode(request_ids))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Run `method` in the engine. Raises RuntimeError with its message, or EngineDeadError."""
+        self._next_call += 1
+        call = UtilityCall(call_id=self._next_call, method=method, args=list(args))
+        future = asyncio.get_running_loop().create_future()
+        self._calls[call.call_id] = future
+        try:
+            self._send(wire.UTILITY, wire.encode(call))
+            return await future
+        finally:
+            self._calls.pop(call.call_id, None)
+
+    def fail_calls(self, error: Exception) -> None:
+        """End every waiting `call` with `error`."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    async def close(self, grace: float = 5.0) -> None:
+        """Stop the process: asked for `grace` seconds, then terminated, then killed. Idempotent."""
+        if self._process is not None and self._exited is not None:
+            if self._process.is_alive() and grace > 0:
+                with contextlib.suppress(EngineDeadError):
+                    self._send(wire.SHUTDOWN, b"")
+                await self._wait_exit(grace)
+            if self._process.is_alive():
+                self._process.terminate()
+                await self._wait_exit(1.0)
+            if self._process.is_alive():
+                self._process.kill()
+                await self._wait_exit(5.0)
+            if not self._exited.is_set():
+                asyncio.get_running_loop().remove_reader(self._process.sentinel)
+            self._process.join(timeout=5)
+        self._closing = True
+        self.fail_calls(EngineDeadError("the engine is shut down"))
+        if self._input is not None:
+            self._input.close()
+        if self._output is not None:
+            self._output.close()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+        self._remove_folder()
+
+    def kill(self) -> None:
+        """End the process at once, without an event loop (second signal, interpreter exit)."""
+        if self._process is not None and self._process.is_alive():
+            self._process.kill()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    async def _wait_exit(self, seconds: float) -> None:
+        assert self._exited is not None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._exited.wait(), seconds)

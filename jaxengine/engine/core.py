@@ -1,0 +1,199 @@
+"""The engine core: takes requests, runs the step loop, gives back tokens.
+
+    while there is work:
+        if room in the pipeline: plan, pack, submit          (never waits for the device)
+        if room is left: plan ahead instead of waiting
+        take the oldest step's result; reconcile; output
+
+Depth 1 is the synchronous engine, depth 2 the asynchronous one; there is no second loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+from jaxengine import platform
+from jaxengine.config import EngineConfig
+from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
+from jaxengine.engine.packer import Packer
+from jaxengine.engine.results import PromptLogprobs, logprobs_of
+from jaxengine.sched.plan import StepPlan, StepResult
+from jaxengine.sched.request import Request
+from jaxengine.sched.scheduler import Scheduler
+from jaxengine.sched.updates import RequestUpdate
+
+log = logging.getLogger(__name__)
+
+NAN_ERROR = "the model's logits held NaN or infinity, or no token was legal"
+
+
+class EngineCore:
+    """One model on one device. One thread calls it; nothing here is thread-safe."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load, compile and allocate. Raises ValueError and the loader's errors."""
+        platform.setup()
+        # JAX must not be imported before platform.setup().
+        from jaxengine.engine.build import build
+
+        built = build(config)
+        self.config = config
+        self.built = built
+        self.executor = built.executor
+        self.depth = 2 if config.scheduler.async_scheduling else 1
+        self.scheduler = Scheduler(built.planner)
+        self._packer = Packer(built.batch_shape, built.slot_shape, config.model.seed)
+        self._inflight: deque[tuple[StepPlan, Any]] = deque()
+        self._outputs: list[EngineOutput] = []  # made outside of steps
+        self._prompt_logprobs = PromptLogprobs()
+        self._stats = EngineStats(pipeline_depth=self.depth, num_blocks=built.planner.num_blocks)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def add_request(self, wire: EngineRequest) -> None:
+        """Queue a request. One that cannot run ends alone, with an error output."""
+        try:
+            request = self._make_request(wire)
+            self.scheduler.add(request)
+        except ValueError as error:
+            self._outputs.append(
+                EngineOutput(wire.request_id, [], finish_reason="error", error=str(error))
+            )
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End these; unknown ids are skipped. No output is made for them."""
+        for request in self.scheduler.abort(request_ids):
+            self._prompt_logprobs.drop(request.request_id)
+
+    def _make_request(self, wire: EngineRequest) -> Request:
+        params = wire.params
+        limit = self.built.planner.max_model_len - len(wire.prompt_token_ids)
+        skip_cache = params.skip_reading_prefix_cache
+        if skip_cache is None:
+            # Positions that are not computed have no logits.
+            skip_cache = params.prompt_logprobs is not None
+        return Request(
+            wire.request_id,
+            wire.prompt_token_ids,
+            max_tokens=max(limit, 0) if params.max_tokens is None else params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids or (),
+            eos_token_ids=() if params.ignore_eos else wire.eos_token_ids,
+            priority=wire.priority,
+            arrival_time=wire.arrival_time,
+            cache_salt=wire.cache_salt,
+            skip_reading_prefix_cache=skip_cache,
+            params=self._packer.prepare(wire),
+        )
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return bool(self._outputs or self._inflight) or self.scheduler.has_work()
+
+    def step(self) -> list[EngineOutput]:
+        """One turn of the loop; may return nothing. An exception leaves device state undefined."""
+        began = time.perf_counter()
+        outputs, self._outputs = self._outputs, []
+        planned = False
+        if len(self._inflight) < self.depth and self.scheduler.has_work():
+            planned = self._plan_ahead()
+        if self._inflight and not (planned and len(self._inflight) < self.depth):
+            outputs += self._finish_oldest(began)
+        else:
+            self._stats.host_seconds += time.perf_counter() - began
+        return outputs
+
+    def _plan_ahead(self) -> bool:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        batch = self._packer.pack(plan, self.scheduler.block_tables, self.executor.choose)
+        self._inflight.append((plan, self.executor.submit(batch)))
+        self._stats.num_steps += 1
+        self._stats.step_tokens += plan.num_tokens
+        return True
+
+    def _finish_oldest(self, began: float) -> list[EngineOutput]:
+        plan, handle = self._inflight.popleft()
+        waited = time.perf_counter()
+        result = self.executor.result(handle)
+        done = time.perf_counter()
+        outputs = self._reconcile(plan, result)
+        ended = time.perf_counter()
+        self._stats.step_seconds += ended - began
+        self._stats.host_seconds += (ended - began) - (done - waited)
+        return outputs
+
+    def _reconcile(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+        for row, part in result.prompt_logprobs.items():
+            self._prompt_logprobs.add(plan.requests[row], int(plan.start[row]), part)
+        updates = self.scheduler.update(plan, result)
+        if result.bad_rows is not None:
+            self._stats.nan_rows += int(result.bad_rows.sum())
+        return [self._output(update, result) for update in updates]
+
+    def _output(self, update: RequestUpdate, result: StepResult) -> EngineOutput:
+        request = update.request
+        wire: EngineRequest = request.params.wire
+        logprobs = None
+        if wire.params.logprobs is not None and result.logprob_ids is not None:
+            logprobs = logprobs_of(result, update.row, len(update.new_token_ids), wire.params.logprobs)
+        output = EngineOutput(
+            request.request_id,
+            update.new_token_ids,
+            logprobs=logprobs,
+            finish_reason=update.finish_reason,
+            stop_reason=update.stop_reason,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+        if wire.params.prompt_logprobs is not None and update.first == 0:
+            output.prompt_logprobs = self._prompt_logprobs.take(request)
+        if update.first == 0:
+            output.times = (request.queued_time, request.first_scheduled_time)
+        if update.finish_reason == "error":
+            output.error = NAN_ERROR
+        return output
+
+    # -- figures and calls ------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        stats, scheduler = self._stats, self.scheduler
+        stats.num_running = scheduler.num_running
+        stats.num_waiting = scheduler.num_waiting
+        stats.kv_usage = scheduler.kv_usage
+        stats.num_preemptions = scheduler.num_preemptions
+        stats.prefix_queries = scheduler.prefix_queries
+        stats.prefix_hits = scheduler.prefix_hits
+        figures = self.executor.stats()
+        stats.num_compilations = int(figures["num_compilations"])
+        stats.compilations_after_warmup = int(figures["compilations_after_warmup"])
+        return stats
+
+    def utility(self, method: str, args: list[Any]) -> Any:
+        """A named call from a client. Raises ValueError for an unknown name."""
+        calls = {
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "check_integrity": self.scheduler.check_integrity,
+            "wait_warm": self.executor.wait_warm,
+        }
+        if method not in calls:
+            raise ValueError(f"unknown call {method!r}")
+        return calls[method](*args)
+
+    def ready(self) -> EngineReady:
+        planner = self.built.planner
+        return EngineReady(
+            max_model_len=planner.max_model_len,
+            num_blocks=planner.num_blocks,
+            block_size=planner.block_size,
+            vocab_size=self.built.spec.vocab_size,
+            info=self.built.info,
+        )
+
+    def shutdown(self) -> None:
+        self._inflight.clear()
+        self.executor.shutdown()

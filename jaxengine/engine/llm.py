@@ -1,0 +1,316 @@
+"""`LLM`: the engine in this process, for scripts and notebooks.
+
+llm = LLM("demo")
+for out in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+    print(out.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import msgspec
+from tqdm import tqdm
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
+from jaxengine.frontend.output_processor import OutputProcessor
+from jaxengine.frontend.outputs import RequestOutput
+from jaxengine.frontend.processor import InputProcessor, ProcessedRequest, Prompt
+from jaxengine.frontend.validation import Limits, RequestError
+from jaxengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxengine.frontend.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+
+
+class Core(Protocol):
+    """What `LLM` uses of `EngineCore`."""
+
+    def add_request(self, request: EngineRequest) -> None: ...
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+    def step(self) -> list[EngineOutput]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def utility(self, method: str, args: list[Any]) -> Any: ...
+    def ready(self) -> EngineReady: ...
+    def shutdown(self) -> None: ...
+
+
+class LLM:
+    """Offline inference. Keywords are the settings of `EngineConfig`; unknown ones raise
+    TypeError. `skip_tokenizer_init=True` serves token ids only. Not thread-safe."""
+
+    def __init__(
+        self, model: str = "demo", *, skip_tokenizer_init: bool = False, **settings: Any
+    ) -> None:
+        config = EngineConfig.of(model=model, **settings)
+        from jaxengine import platform
+
+        platform.setup()  # before JAX is imported, which EngineCore's module does
+        from jaxengine.engine.core import EngineCore
+        from jaxengine.weights.resolve import resolve_model
+
+        files = resolve_model(model, config.model.revision, config.model.download_dir)
+        tokenizer = None
+        if not skip_tokenizer_init:
+            from jaxengine.frontend.tokenizer import load_tokenizer
+
+            tokenizer = load_tokenizer(files, config.model.tokenizer)
+        defaults = files.generation_config if config.model.generation_config == "auto" else {}
+        self._init(EngineCore(config), tokenizer, config, defaults)
+
+    @classmethod
+    def from_core(
+        cls,
+        core: Core,
+        tokenizer: Tokenizer | None = None,
+        config: EngineConfig | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+    ) -> LLM:
+        """An LLM over a core that exists already."""
+        llm = cls.__new__(cls)
+        llm._init(core, tokenizer, config or EngineConfig(), generation_config or {})
+        return llm
+
+    def _init(
+        self,
+        core: Core,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        generation_config: Mapping[str, Any],
+    ) -> None:
+        ready = core.ready()
+        limits = Limits(ready.max_model_len, ready.vocab_size, config.model.max_logprobs)
+        self.config = config
+        self._core = core
+        self._tokenizer = tokenizer
+        self._inputs = InputProcessor(tokenizer, limits, generation_config)
+        self._outputs = OutputProcessor(tokenizer)
+        self._count = 0
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete the prompts; outputs in their order.
+
+        `prompts`: a text, token ids, {"prompt_token_ids": ids} or a list of these.
+        `sampling_params`: one for all, or one for each; None takes the model's generation
+        defaults (generation_config.json; the built-in ones with generation_config="engine").
+        Bad input raises RequestError before anything runs. A request that fails in the engine
+        ends alone, with finish_reason "error". Ctrl-C aborts the batch and raises
+        KeyboardInterrupt; the LLM stays usable.
+        """
+        if self._closed:
+            raise RuntimeError("this LLM is closed")
+        batch = [prompts] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
+        params = _spread("sampling_params", sampling_params, len(batch), SamplingParams)
+        priorities = _spread("priority", priority, len(batch), int)
+        processed = [
+            self._inputs.process(str(self._count + i), prompt, p, priority=rank or 0)
+            for i, (prompt, p, rank) in enumerate(
+                zip(cast(list[Prompt], batch), params, priorities, strict=True)
+            )
+        ]
+        self._count += len(processed)
+        return self._run(processed, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them. `chat_template`: text or file that replaces
+        the model's. The rendered text is encoded without adding special tokens: templates write
+        their own."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message",
+                "continue_final_message needs add_generation_prompt=False",
+            )
+        options = dict(
+            tools=None if tools is None else list(tools),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(chat_template_kwargs or {}),
+        )
+        prompts = [self._render(c, chat_template, options) for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer; RuntimeError with skip_tokenizer_init."""
+        if self._tokenizer is None:
+            raise RuntimeError("no tokenizer is loaded (skip_tokenizer_init)")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's sampling defaults, as `generate` takes them when given none."""
+        return self._inputs.default_params
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes. False when blocks are in use."""
+        return bool(self._core.utility("reset_prefix_cache", []))
+
+    def get_metrics(self) -> dict[str, Any]:
+        """The engine's gauges and counters (fields of EngineStats)."""
+        return msgspec.structs.asdict(self._core.stats())
+
+    def close(self) -> None:
+        """Free the device. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._core.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _render(
+        self, messages: Sequence[Message], template: str | None, options: Mapping[str, Any]
+    ) -> Prompt:
+        from jaxengine.frontend.chat_template import ChatTemplateError, render_messages
+
+        tokenizer = self.get_tokenizer()
+        source = template or self.config.model.chat_template
+        chosen = tokenizer.chat_template if source is None else read_template(source)
+        try:
+            text = render_messages(
+                chosen,
+                # what is no mapping is refused there, by its position
+                [dict(m) if isinstance(m, Mapping) else m for m in messages],
+                bos_token=tokenizer.bos_token,
+                eos_token=tokenizer.eos_token,
+                **options,
+            )
+        except ChatTemplateError as error:
+            raise RequestError("messages", str(error)) from error
+        return {"prompt": text, "add_special_tokens": False}
+
+    def _run(self, batch: list[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        bar = tqdm(total=len(batch), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
+        finished = False
+        try:
+            with bar, _interrupts() as interrupted:
+                for processed in batch:
+                    self._outputs.add(processed, "final")
+                    for request in processed.requests:
+                        self._core.add_request(request)
+                while len(done) < len(batch):
+                    outputs = self._core.step()
+                    if not outputs and not self._core.has_work():
+                        raise RuntimeError(f"the engine lost {len(self._outputs)} requests")
+                    results, stopped = self._outputs.process(outputs)
+                    if stopped:
+                        self._core.abort_requests(stopped)
+                    for result in results:
+                        done[result.request_id] = result
+                        bar.update()
+                    if interrupted:
+                        raise KeyboardInterrupt
+            finished = True
+        finally:
+            if not finished:
+                self._abandon(batch)
+        for result in done.values():
+            if result.error is not None:
+                logger.error("request %s failed: %s", result.request_id, result.error)
+        return [done[p.request_id] for p in batch]
+
+    def _abandon(self, batch: list[ProcessedRequest]) -> None:
+        """Abort what is left of a batch and let the steps in flight end."""
+        ids: list[str] = []
+        for processed in batch:
+            self._outputs.abort(processed.request_id)
+            ids += [r.request_id for r in processed.requests]
+        try:
+            self._core.abort_requests(ids)
+            while self._core.has_work():
+                self._core.step()
+        except Exception:  # noqa: BLE001 - the error that ended the batch is the one to raise
+            logger.exception("the engine could not be emptied after the batch was abandoned")
+
+
+def read_template(source: str) -> str:
+    """A chat template given as text (it has braces) or as a file's path."""
+    if "{" in source:
+        return source
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError("chat_template", f"cannot read {source!r}: {error.strerror}") from error
+
+
+def _is_one(prompts: object) -> bool:
+    """One prompt (text, dict, token ids), not a list of them."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise RequestError("prompt", f"prompts must be text, token ids or a list: {prompts!r:.60}")
+    return bool(prompts) and isinstance(prompts[0], int)
+
+
+def _spread(field: str, value: Any, count: int, kind: type) -> list[Any]:
+    """One value for each of `count` prompts."""
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    if not isinstance(value, Sequence) or not all(isinstance(v, kind) for v in value):
+        raise RequestError(field, f"{field} must be {kind.__name__} or a list of them")
+    if len(value) != count:
+        raise RequestError(field, f"{field} has {len(value)} entries for {count} prompts")
+    return list(value)
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Ctrl-C fills the list instead of raising inside a step, whose state would be torn; a second
+    one raises at once. Handlers that the program set itself stay."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if seen:
+            signal.default_int_handler(number, frame)
+        seen.append(number)
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield seen
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,167 @@
+"""From plan to batch: sampling records and slot records by slot, then one blob. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxengine.engine.messages import EngineRequest
+from jaxengine.executor.base import Batch
+from jaxengine.sched.batch import (
+    COLUMN,
+    HAS_ALLOW,
+    HAS_BAD_WORDS,
+    HAS_EDITS,
+    HAS_PENALTIES,
+    SAMPLING_COLUMNS,
+    BatchShape,
+    Bucket,
+    pack,
+    prompt_targets,
+)
+from jaxengine.sched.plan import Int32, StepPlan
+from jaxengine.sched.request import Request
+from jaxengine.sched.slot_record import (
+    EDIT_ADD,
+    EDIT_BAN,
+    EDIT_MIN_TOKENS,
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_EDITS,
+    SlotShape,
+    pack_slot,
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a slot needs to know of a request, worked out once, when the request arrives."""
+
+    wire: EngineRequest
+    record: Int32  # its row of the sampling table
+    edits: list[tuple[int, int, float]]
+    bad_words: list[list[int]]  # of several tokens
+
+    @property
+    def needs_slot_record(self) -> bool:
+        return bool(self.record[COLUMN["flags"]])
+
+
+class Packer:
+    """Keeps the per-slot sampling records; a request's record is written when it gets a slot."""
+
+    def __init__(self, shape: BatchShape, slots: SlotShape, seed: int) -> None:
+        self._shape = shape
+        self._slots = slots
+        self._records = np.zeros((slots.num_slots, len(SAMPLING_COLUMNS)), np.int32)
+        self._seeds = np.random.default_rng(seed)
+
+    def prepare(self, wire: EngineRequest) -> Prepared:
+        """Work out a request's records. Raises ValueError when its logit edits are too many."""
+        edits, words = _edits(wire)
+        seed = wire.params.seed
+        if seed is None:
+            seed = int(self._seeds.integers(0, 2**64, dtype=np.uint64))
+        return Prepared(wire, _record(wire, seed, edits, words), edits, words)
+
+    def pack(
+        self,
+        plan: StepPlan,
+        block_tables: Sequence[Int32],
+        choose: Callable[[int, int, bool], Bucket],
+    ) -> Batch:
+        """Pack for the bucket that `choose(tokens, rows, decode_only)` names."""
+        seeds = []
+        for request in plan.new_requests:
+            prepared: Prepared = request.params
+            self._records[request.slot] = prepared.record
+            if prepared.needs_slot_record:
+                seeds.append(self._slot_record(request))
+        bucket = choose(plan.num_tokens, plan.num_rows, plan.num_decode == plan.num_rows)
+        blob = pack(
+            plan, bucket, self._shape, block_tables, self._records, self._slots.num_slots
+        )
+        wants = self._records[plan.slots, COLUMN["num_logprobs"]] >= 0
+        return Batch(
+            bucket, blob, plan.num_rows, seeds, bool(wants.any()), self._prompt_rows(plan)
+        )
+
+    def _prompt_rows(self, plan: StepPlan) -> list[tuple[int, int, int]]:
+        wants = self._records[plan.slots, COLUMN["num_prompt_logprobs"]] >= 0
+        if not wants[plan.num_decode :].any():
+            return []
+        first = np.cumsum(plan.num_new) - plan.num_new
+        counts = [prompt_targets(plan, row) if wants[row] else 0 for row in range(plan.num_rows)]
+        return [
+            (row, int(first[row]), counts[row])
+            for row in range(plan.num_decode, plan.num_rows)
+            if counts[row]
+        ]
+
+    def _slot_record(self, request: Request) -> Int32:
+        prepared: Prepared = request.params
+        return pack_slot(
+            self._slots,
+            request.slot,
+            request.token_ids,
+            prepared.edits,
+            prepared.bad_words,
+            prepared.wire.params.allowed_token_ids,
+        )
+
+
+def _record(
+    wire: EngineRequest,
+    seed: int,
+    edits: list[tuple[int, int, float]],
+    words: list[list[int]],
+) -> Int32:
+    params = wire.params
+    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    flags = HAS_EDITS if edits else 0
+    flags |= HAS_ALLOW if params.allowed_token_ids is not None else 0
+    flags |= HAS_BAD_WORDS if words else 0
+    flags |= HAS_PENALTIES if penalties != (1.0, 0.0, 0.0) else 0
+    record = np.zeros(len(SAMPLING_COLUMNS), np.int32)
+    floats = [params.temperature, params.top_p, params.min_p, *penalties]
+    record[: len(floats)] = np.asarray(floats, np.float32).view(np.int32)
+    record[len(floats) :] = [
+        min(max(params.top_k, 0), 2**31 - 1),
+        *np.asarray([seed % 2**64], np.uint64).view(np.int32).tolist(),
+        len(wire.prompt_token_ids),
+        _count(params.logprobs),
+        _count(params.prompt_logprobs),
+        params.min_tokens,
+        flags,
+    ]
+    return record
+
+
+def _count(asked: int | None) -> int:
+    """-1 for none; a request for all (-1) is as many as the program returns."""
+    if asked is None:
+        return -1
+    return asked if asked >= 0 else 2**30
+
+
+def _edits(wire: EngineRequest) -> tuple[list[tuple[int, int, float]], list[list[int]]]:
+    """(token, kind, value) edits, and the bad words of several tokens. Raises ValueError."""
+    params = wire.params
+    edits = [(token, EDIT_ADD, value) for token, value in (params.logit_bias or {}).items()]
+    edits += [(w[0], EDIT_BAN, 0.0) for w in wire.bad_words_token_ids if len(w) == 1]
+    if params.min_tokens > 0:
+        stops = [*wire.eos_token_ids, *(params.stop_token_ids or ())]
+        edits += [(token, EDIT_MIN_TOKENS, 0.0) for token in dict.fromkeys(stops)]
+    words = [w for w in wire.bad_words_token_ids if len(w) > 1]
+    if len(edits) > MAX_EDITS:
+        raise ValueError(
+            f"logit_bias, bad_words and stop ids under min_tokens name {len(edits)} tokens in "
+            f"all, more than {MAX_EDITS}"
+        )
+    if len(words) > MAX_BAD_WORDS:
+        raise ValueError(f"bad_words holds {len(words)} words, more than {MAX_BAD_WORDS}")
+    if any(len(word) > MAX_BAD_WORD_LEN for word in words):
+        raise ValueError(f"bad_words holds a word of more than {MAX_BAD_WORD_LEN} tokens")
+    return edits, words

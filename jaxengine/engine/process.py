@@ -1,0 +1,265 @@
+"""The engine process: owns a core, reads messages, steps, publishes. Runs until told to stop,
+until its parent is gone, or until a step fails."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import zmq
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine import wire
+from jaxengine.engine.messages import (
+    EngineOutput,
+    EngineOutputs,
+    EngineReady,
+    EngineRequest,
+    EngineStats,
+    UtilityCall,
+    UtilityResult,
+)
+
+log = logging.getLogger(__name__)
+
+STATS_INTERVAL = 0.25  # seconds between stats while working; one more follows when work ends
+_PARENT_CHECK_MS = 500
+_PR_SET_PDEATHSIG = 1
+
+INVALID_REQUEST = "invalid_request"  # stop_reason of a request that the engine refused
+
+
+class Core(Protocol):
+    """What an engine process runs: `engine.core.EngineCore` or `engine.stub.StubEngineCore`."""
+
+    def ready(self) -> EngineReady: ...
+    def add_request(self, request: EngineRequest) -> None: ...
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> list[EngineOutput]: ...
+    def stats(self) -> EngineStats: ...
+    def utility(self, method: str, args: list[Any]) -> Any: ...
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineLaunch:
+    """What a spawned engine process is told. `die_with_parent` needs the parent's main thread:
+    the kernel's death signal follows the thread that spawned the child."""
+
+    config: EngineConfig
+    input_address: str
+    output_address: str
+    core: str = wire.DEFAULT_CORE
+    index: int = 0
+    parent_pid: int = 0
+    die_with_parent: bool = True
+
+
+def run_engine(launch: EngineLaunch) -> None:
+    """Entry of the child process. Exits 0 after SHUTDOWN or SIGTERM, 1 after a failure."""
+    _tie_to_parent(launch)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the whole group; the front decides
+    stopping = threading.Event()
+    inbox: queue.SimpleQueue[tuple[bytes, Any]] = queue.SimpleQueue()
+
+    def on_terminate(*_: object) -> None:
+        stopping.set()
+        inbox.put((wire.SHUTDOWN, None))
+
+    setup_child_logging(launch.config, f"engine{launch.index}")
+    context = zmq.Context()
+    outputs = context.socket(zmq.PUSH)
+    outputs.setsockopt(zmq.LINGER, 4000)  # a last FAILED message still gets out
+    outputs.setsockopt(zmq.SNDHWM, 0)
+    outputs.connect(launch.output_address)
+    code = 0
+    core: Core | None = None
+    try:
+        core = _make_core(launch)
+        signal.signal(signal.SIGTERM, on_terminate)  # until here, SIGTERM simply ends the process
+        ready = core.ready()
+        ready.engine_index = launch.index
+        reader = threading.Thread(
+            target=_read_input, args=(context, launch, inbox, stopping), daemon=True
+        )
+        reader.start()
+        outputs.send_multipart([wire.READY, wire.encode(ready)])
+        gc.collect()
+        gc.freeze()  # what lives now lives for ever: full collections need not visit it
+        _busy_loop(core, inbox, outputs, stopping, launch.index)
+    except Exception as error:  # noqa: BLE001 - the front must learn of it, whatever it is
+        code = 1
+        outputs.send_multipart([wire.FAILED, wire.encode(_failure(error))])
+    finally:
+        stopping.set()
+        if core is not None:
+            core.shutdown()
+        outputs.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        context.destroy(linger=4000)
+    os._exit(code)  # device runtimes keep threads that would hold a normal exit back
+
+
+def _tie_to_parent(launch: EngineLaunch) -> None:
+    """Die with the front, also when it is killed with -9."""
+    if launch.die_with_parent and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launch.parent_pid:  # it died before the signal was set
+        os._exit(1)
+
+
+def setup_child_logging(config: EngineConfig, name: str) -> None:
+    """Log to stderr with the process's name, and show it in ps."""
+    import setproctitle
+
+    setproctitle.setproctitle(f"jaxengine::{name}")
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+
+
+def _make_core(launch: EngineLaunch) -> Core:
+    from jaxengine.platform import setup
+
+    setup()
+    module, _, name = launch.core.partition(":")
+    core: Core = getattr(importlib.import_module(module), name)(launch.config)
+    return core
+
+
+def _failure(error: Exception) -> wire.EngineFailure:
+    text = " ".join(str(error).split()) or "no message"
+    user_error = isinstance(error, (ValueError, FileNotFoundError))
+    message = text if user_error else f"{type(error).__name__}: {text}"
+    trace = "".join(traceback.format_exception(error))
+    return wire.EngineFailure(message=message, traceback=trace, user_error=user_error)
+
+
+def _read_input(
+    context: zmq.Context[zmq.Socket[bytes]],
+    launch: EngineLaunch,
+    inbox: queue.SimpleQueue[tuple[bytes, Any]],
+    stopping: threading.Event,
+) -> None:
+    """Input thread: decode beside the running step, and watch the parent."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, launch.index.to_bytes(2, "little"))
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(launch.input_address)
+    socket.send(b"")  # lets the front's ROUTER know this identity
+    decoders = {
+        wire.ADD: wire.decode_request,
+        wire.ABORT: wire.decode_ids,
+        wire.UTILITY: wire.decode_call,
+    }
+    try:
+        while not stopping.is_set():
+            if not socket.poll(_PARENT_CHECK_MS):
+                if os.getppid() != launch.parent_pid:
+                    os._exit(1)
+                continue
+            kind, payload = socket.recv_multipart()
+            decode = decoders.get(kind)
+            inbox.put((kind, decode(payload) if decode else None))
+    except Exception as error:  # noqa: BLE001 - handed to the main loop, which dies of it
+        inbox.put((wire.FAILED, error))
+    finally:
+        socket.close()
+
+
+def _busy_loop(
+    core: Core,
+    inbox: queue.SimpleQueue[tuple[bytes, Any]],
+    socket: zmq.Socket[bytes],
+    stopping: threading.Event,
+    index: int,
+) -> None:
+    last_stats = 0.0
+    was_busy = False
+    while True:
+        published: list[EngineOutput] = []
+        while True:  # take messages; block only when idle
+            busy = core.has_work()
+            if not busy and was_busy:  # gauges fall to 0 before the engine goes to sleep
+                _publish(socket, index, published, core.stats())
+                published, was_busy = [], False
+            try:
+                kind, body = inbox.get(block=not busy and not published)
+            except queue.Empty:
+                break
+            was_busy = True
+            if kind == wire.SHUTDOWN:
+                return
+            if kind == wire.FAILED:
+                raise body
+            _handle(core, kind, body, published, socket)
+        if stopping.is_set():
+            return
+        if core.has_work():
+            published += core.step()
+        now = time.monotonic()
+        stats = core.stats() if now - last_stats >= STATS_INTERVAL else None
+        if stats is not None:
+            last_stats = now
+        if published or stats is not None:
+            _publish(socket, index, published, stats)
+
+
+def _publish(
+    socket: zmq.Socket[bytes], index: int, outputs: list[EngineOutput], stats: EngineStats | None
+) -> None:
+    message = EngineOutputs(engine_index=index, outputs=outputs, stats=stats)
+    socket.send_multipart([wire.OUTPUTS, wire.encode(message)])
+
+
+def _handle(
+    core: Core, kind: bytes, body: Any, published: list[EngineOutput], socket: zmq.Socket[bytes]
+) -> None:
+    if kind == wire.ADD:
+        request: EngineRequest = body
+        try:
+            core.add_request(request)
+        except Exception as error:  # noqa: BLE001 - one bad request ends alone
+            refused = isinstance(error, ValueError)
+            if not refused:
+                log.exception("request %s could not be added", request.request_id)
+            published.append(
+                EngineOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason="error",
+                    stop_reason=INVALID_REQUEST if refused else None,
+                    error=str(error),
+                )
+            )
+    elif kind == wire.ABORT:
+        core.abort_requests(body)
+    elif kind == wire.UTILITY:
+        call: UtilityCall = body
+        try:
+            result = UtilityResult(
+                call_id=call.call_id, result=core.utility(call.method, call.args)
+            )
+        except Exception as error:  # noqa: BLE001 - told to the caller, the engine lives on
+            log.exception("engine call %s failed", call.method)
+            result = UtilityResult(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
+        socket.send_multipart([wire.RESULT, wire.encode(result)])

@@ -1,0 +1,59 @@
+"""Device log-probabilities as wire types."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxengine.engine.messages import TokenLogprobs
+from jaxengine.sched.plan import Int32, StepResult
+from jaxengine.sched.request import Request
+
+Part = tuple[Int32, NDArray[np.float32], Int32]  # ids [n, 1+K], log-probabilities, ranks [n]
+
+
+def logprobs_of(result: StepResult, row: int, count: int, wanted: int) -> list[TokenLogprobs]:
+    """Of the row's sampled token, with the `wanted` best. `count` is 0 or 1 tokens."""
+    assert result.logprob_ids is not None and result.logprobs is not None
+    assert result.ranks is not None
+    part = (
+        result.logprob_ids[row : row + 1],
+        result.logprobs[row : row + 1],
+        result.ranks[row : row + 1],
+    )
+    return _entries(part, wanted)[:count]
+
+
+def _entries(part: Part, wanted: int) -> list[TokenLogprobs]:
+    ids, values, ranks = part
+    width = 1 + (wanted if wanted >= 0 else ids.shape[1] - 1)
+    return [
+        TokenLogprobs(*entry)
+        for entry in zip(
+            ids[:, :width].tolist(), values[:, :width].tolist(), ranks.tolist(), strict=True
+        )
+    ]
+
+
+class PromptLogprobs:
+    """Collects a prompt's entries over its chunks. A chunk computed again replaces the first."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, dict[int, TokenLogprobs]] = {}
+
+    def add(self, request: Request, start: int, part: Part) -> None:
+        """Entries for prompt positions start + 1 and on."""
+        wanted = request.params.wire.params.prompt_logprobs
+        found = self._parts.setdefault(request.request_id, {})
+        for i, entry in enumerate(_entries(part, wanted)):
+            found[start + 1 + i] = entry
+
+    def take(self, request: Request) -> list[TokenLogprobs | None]:
+        """The whole list; entry 0 is None: nothing comes before the first token."""
+        found = self._parts.pop(request.request_id, {})
+        entries: list[TokenLogprobs | None] = [None]
+        entries += [found[i] for i in range(1, request.num_prompt_tokens)]
+        return entries
+
+    def drop(self, request_id: str) -> None:
+        self._parts.pop(request_id, None)

@@ -1,0 +1,48 @@
+"""Message types and codecs between the front and an engine process (ZMQ frames of msgpack)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxengine.engine.messages import (
+    EngineOutputs,
+    EngineReady,
+    EngineRequest,
+    UtilityCall,
+    UtilityResult,
+)
+
+# front -> engine
+ADD = b"\x00"
+ABORT = b"\x01"
+UTILITY = b"\x03"
+SHUTDOWN = b"\x04"
+
+# engine -> front
+READY = b"\x10"
+OUTPUTS = b"\x11"
+RESULT = b"\x12"
+FAILED = b"\x13"
+
+# The core an engine process runs, as "module:class". A string, so that neither the front nor the
+# import contracts pull JAX in through it.
+DEFAULT_CORE = "jaxengine.engine.core:EngineCore"
+STUB_CORE = "jaxengine.engine.stub:StubEngineCore"
+
+
+class EngineFailure(msgspec.Struct):
+    """The last words of an engine process. `user_error`: the configuration is at fault."""
+
+    message: str
+    traceback: str = ""
+    user_error: bool = False
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
+decode_ids = msgspec.msgpack.Decoder(list[str]).decode
+decode_call = msgspec.msgpack.Decoder(UtilityCall).decode
+decode_ready = msgspec.msgpack.Decoder(EngineReady).decode
+decode_outputs = msgspec.msgpack.Decoder(EngineOutputs).decode
+decode_result = msgspec.msgpack.Decoder(UtilityResult).decode
+decode_failure = msgspec.msgpack.Decoder(EngineFailure).decode

@@ -1,0 +1,269 @@
+"""Chat messages to prompt text: normalisation, and Jinja in a sandbox.
+
+Templates come with model files, so they are untrusted code: they render in Jinja's immutable
+sandbox. The environment is the one that templates are written for (block trimming, loop controls,
+`{% generation %}`, `tojson` without HTML escaping, `raise_exception`, `strftime_now`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = dict[str, Any]
+
+
+class ChatTemplateError(ValueError):
+    """The messages or the template cannot be rendered; one sentence for the client."""
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks text for training; it has no effect here."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    return env
+
+
+@lru_cache(maxsize=64)
+def _compiled(template: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(template)
+    except (jinja2.TemplateError, RecursionError) as e:
+        raise ChatTemplateError(f"the chat template is not valid: {e}") from e
+
+
+def pick_template(
+    template: str | Mapping[str, str] | None, name: str | None = None, tools: Any = None
+) -> str:
+    """One template out of the tokenizer's: by name, or "tool_use" with tools, or "default"."""
+    if template is None:
+        raise ChatTemplateError("the model has no chat template: give one with chat_template")
+    if isinstance(template, str):
+        return template
+    wanted = name or ("tool_use" if tools and "tool_use" in template else "default")
+    if wanted not in template:
+        have = ", ".join(sorted(template))
+        raise ChatTemplateError(f"the model has no chat template {wanted!r} (it has: {have})")
+    return template[wanted]
+
+
+@lru_cache(maxsize=64)
+def takes_content_parts(template: str) -> bool:
+    """Whether the template itself walks over a message's content parts."""
+    try:
+        tree = _environment().parse(template)
+    except jinja2.TemplateError as e:
+        raise ChatTemplateError(f"the chat template is not valid: {e}") from e
+
+    def is_content(node: nodes.Node) -> bool:
+        if isinstance(node, nodes.Getattr):
+            return node.attr == "content"
+        key = node.arg if isinstance(node, nodes.Getitem) else None
+        return isinstance(key, nodes.Const) and key.value == "content"
+
+    aliases = {
+        a.target.name
+        for a in tree.find_all(nodes.Assign)
+        if isinstance(a.target, nodes.Name) and is_content(a.node)
+    }
+    loops = [f.iter for f in tree.find_all(nodes.For)]
+    return any(is_content(i) or (isinstance(i, nodes.Name) and i.name in aliases) for i in loops)
+
+
+def normalize_messages(messages: Sequence[Message], keep_parts: bool = False) -> list[Message]:
+    """Messages as templates expect them; the argument is left as it is.
+
+    Content that is null, missing or [] becomes "" (it would print as the word None); text parts are
+    joined by newlines unless `keep_parts`; empty `tool_calls` are dropped; tool-call arguments,
+    JSON text on the wire, become mappings. Raises ChatTemplateError naming the field.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ChatTemplateError("messages must be a list of at least one message")
+    return [_message(m, f"messages[{i}]", keep_parts) for i, m in enumerate(messages)]
+
+
+def _message(message: Message, where: str, keep_parts: bool) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ChatTemplateError(f"{where} must be an object with a role")
+    out = {k: v for k, v in message.items() if v is not None or k == "content"}
+    out["content"] = _content(message.get("content"), f"{where}.content", keep_parts)
+    calls = out.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise ChatTemplateError(f"{where}.tool_calls must be a list")
+        out["tool_calls"] = [_tool_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(calls)]
+    return out
+
+
+def _content(content: Any, where: str, keep_parts: bool) -> Any:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise ChatTemplateError(f"{where} must be text or a list of parts")
+    parts: list[dict[str, str]] = []
+    for i, part in enumerate(content):
+        text = part if isinstance(part, str) else None
+        if isinstance(part, Mapping):
+            kind = part.get("type", "text")
+            if kind not in ("text", "input_text", "output_text"):
+                raise ChatTemplateError(f"{where}[{i}] has type {kind!r}; only text is supported")
+            text = part.get("text")
+        if not isinstance(text, str):
+            raise ChatTemplateError(f"{where}[{i}] must be a text part with a text")
+        parts.append({"type": "text", "text": text})
+    return parts if keep_parts and parts else "\n".join(p["text"] for p in parts)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ChatTemplateError(f"{where}.function must be an object with a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (json.JSONDecodeError, RecursionError) as e:
+            raise ChatTemplateError(f"{where}.function.arguments is not valid JSON") from e
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping):
+        raise ChatTemplateError(f"{where}.function.arguments must be a JSON object")
+    return {**call, "function": {**function, "arguments": dict(arguments)}}
+
+
+# Appended to the message that is to be continued. Its last space tells whether the template trims.
+_END = "\x02end-of-final-message\x03 "
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    documents: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    **kwargs: Any,
+) -> str:
+    """Prompt text of messages that are as the template expects them (see normalize_messages).
+
+    `continue_final_message` ends the prompt right after the last message's text, for the model to
+    go on with it. A special token that is None is left undefined. Other keywords are template
+    variables. Raises ChatTemplateError: also a template's own refusal, with its message.
+    """
+    if continue_final_message:
+        if add_generation_prompt:
+            raise ChatTemplateError(
+                "continue_final_message and add_generation_prompt exclude each other"
+            )
+        messages = _marked(messages)
+    tokens = {"bos_token": bos_token, "eos_token": eos_token}
+    variables = {k: v for k, v in tokens.items() if v is not None} | kwargs
+    compiled = _compiled(template)
+    try:
+        text = compiled.render(
+            messages=messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+    except jinja2.TemplateError as e:
+        raise ChatTemplateError(e.message or type(e).__name__) from e
+    except Exception as e:  # noqa: BLE001  (a template is foreign code; its error is the request's)
+        raise ChatTemplateError(f"the chat template failed: {e}") from e
+    return _cut(text) if continue_final_message else text
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    last = dict(messages[-1]) if messages else {}
+    content = last.get("content")
+    if isinstance(content, str):
+        last["content"] = content + _END
+    elif isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
+        last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END}]
+    else:
+        raise ChatTemplateError("continue_final_message needs a last message with text content")
+    return [*messages[:-1], last]
+
+
+def _cut(text: str) -> str:
+    at = text.rfind(_END.strip())
+    if at < 0:
+        raise ChatTemplateError("the chat template does not show the final message to continue")
+    return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
+
+
+def render_messages(
+    template: str | Mapping[str, str] | None,
+    messages: Sequence[Message],
+    *,
+    template_name: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    **kwargs: Any,
+) -> str:
+    """What a chat endpoint calls: pick the template, normalise the messages, render.
+
+    Some templates paste tool-call arguments as text; those that fail on mappings are given JSON
+    text instead. Keywords are those of render_chat. Raises ChatTemplateError.
+    """
+    text = pick_template(template, template_name, tools)
+    ready = normalize_messages(messages, keep_parts=takes_content_parts(text))
+    try:
+        return render_chat(text, ready, tools=tools, **kwargs)
+    except ChatTemplateError as e:
+        if not isinstance(e.__cause__, TypeError) or not any("tool_calls" in m for m in ready):
+            raise
+    return render_chat(text, [_as_text(m) for m in ready], tools=tools, **kwargs)
+
+
+def _as_text(message: Message) -> Message:
+    calls = [
+        {**c, "function": {**c["function"], "arguments": _tojson(c["function"]["arguments"])}}
+        for c in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message

@@ -1,0 +1,177 @@
+"""Requests in: prompt and parameters -> checked, tokenized `EngineRequest`s."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from jaxengine.engine.messages import EngineRequest
+from jaxengine.frontend.validation import (
+    Limits,
+    RequestError,
+    check_cache_salt,
+    check_params,
+    check_priority,
+    check_prompt_ids,
+    check_prompt_length,
+    check_text,
+    fit_to_context,
+)
+from jaxengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxengine.frontend.tokenizer import Tokenizer
+
+# text, token ids, or {"prompt": text, "prompt_token_ids": ids, "add_special_tokens": bool}
+Prompt = str | list[int] | Mapping[str, Any]
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRequest:
+    """A user's request, ready to run. `requests` has one engine request for each of the n."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    requests: list[EngineRequest]
+    arrival_time: float  # seconds since the epoch
+
+
+def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """The model's sampling defaults over the built-in ones; a request's own values beat both.
+
+    Read: temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens. `do_sample` is
+    not: a served model samples unless the request says temperature 0.
+    """
+    given = {k: generation_config[k] for k in _DEFAULTS if generation_config.get(k) is not None}
+    if generation_config.get("max_new_tokens") is not None:
+        given["max_tokens"] = generation_config["max_new_tokens"]
+    return SamplingParams(**given)
+
+
+class InputProcessor:
+    """Tokenizes and checks. `tokenizer` None (token ids only) refuses text and bad_words."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        generation_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.default_params = default_params(generation_defaults or {})
+        self._eos = list(tokenizer.eos_ids) if tokenizer else []
+        self._longest_token = 0  # characters; measured when first needed
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> ProcessedRequest:
+        """Check and tokenize one request. Raises RequestError; nothing is kept here.
+
+        Child i of n > 1 has the id "{i}_{request_id}" and the seed `seed + i`; child 0 alone
+        scores the prompt (prompt_logprobs).
+        """
+        arrival = time.time() if arrival_time is None else arrival_time
+        checked = check_params(self.default_params if params is None else params, self.limits)
+        if checked.stop and self.tokenizer is None:
+            raise RequestError("stop", "stop strings need a tokenizer, and none is loaded")
+        text, ids = self._prompt(prompt, checked.truncate_prompt_tokens)
+        checked = fit_to_context(checked, len(ids), self.limits)
+        bad_words = self._bad_words(checked)
+        priority, salt = check_priority(priority), check_cache_salt(cache_salt)
+        requests = [
+            EngineRequest(
+                request_id=request_id if checked.n == 1 else f"{i}_{request_id}",
+                prompt_token_ids=ids,
+                params=_child_params(checked, i),
+                arrival_time=arrival,
+                eos_token_ids=self._eos,
+                bad_words_token_ids=bad_words,
+                priority=priority,
+                cache_salt=salt,
+            )
+            for i in range(checked.n)
+        ]
+        return ProcessedRequest(request_id, text, ids, checked, requests, arrival)
+
+    def _prompt(self, prompt: Prompt, keep: int | None) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        special = True
+        ids: Any = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            special = bool(prompt.get("add_special_tokens", True))
+            if text is None and ids is None:
+                raise RequestError("prompt", "prompt needs the key prompt or prompt_token_ids")
+        else:
+            ids = prompt
+        if text is not None:
+            check_text("prompt", text)
+            if ids is None:
+                ids = self._encode(text, special, keep)
+        if keep is not None and isinstance(ids, list | tuple):
+            ids = ids[-keep:]
+        return text, check_prompt_ids(ids, self.limits)
+
+    def _encode(self, text: str, special: bool, keep: int | None) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("prompt", "prompt must be token ids: no tokenizer is loaded")
+        # A text this long cannot fit whatever its tokens: refuse it without minutes of tokenizing.
+        if keep is None and len(text) > 16 * self.limits.max_model_len:
+            least = -(-len(text) // self._longest())
+            check_prompt_length(least, self.limits, at_least=True)
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+    def _longest(self) -> int:
+        if not self._longest_token:
+            assert self.tokenizer is not None
+            self._longest_token = max(map(len, self.tokenizer.tk.get_vocab()), default=1)
+        return self._longest_token
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Ids of each bad word, plain and as it appears after a space."""
+        if not params.bad_words:
+            return []
+        if self.tokenizer is None:
+            raise RequestError("bad_words", "bad_words needs a tokenizer, and none is loaded")
+        banned: list[list[int]] = []
+        for word in params.bad_words:
+            plain = self.tokenizer.encode(word, add_special_tokens=False)
+            spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            if not plain:
+                raise RequestError("bad_words", f"bad_words: {word!r} has no tokens")
+            banned.append(plain)
+            # another length means that the space became a token of its own
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                banned.append(spaced)
+        singles = {ids[0] for ids in banned if len(ids) == 1}
+        if params.allowed_token_ids and singles.issuperset(params.allowed_token_ids):
+            raise RequestError("bad_words", "bad_words bans every one of allowed_token_ids")
+        return banned
+
+
+def _child_params(params: SamplingParams, index: int) -> SamplingParams:
+    if params.n == 1:
+        return params
+    seed = None if params.seed is None else (params.seed + index) % 2**64
+    child = replace(params, n=1, seed=seed)
+    if index and child.prompt_logprobs is not None:
+        child = replace(child, prompt_logprobs=None, skip_reading_prefix_cache=False)
+    return child

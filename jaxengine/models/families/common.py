@@ -1,0 +1,151 @@
+"""What families share: reading config fields, rotary settings, windows, and weight-name tables.
+
+A family is one function from a configuration to a DecoderSpec and one table from leaves of the
+parameter tree to checkpoint names. Unknown settings are refused, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxengine.models.spec import DecoderSpec, RopeSpec
+from jaxengine.weights.errors import UnsupportedModelError
+
+Config = dict[str, Any]
+# leaf of the parameter tree -> checkpoint tensors, concatenated along rows; {i} is the layer
+Names = dict[str, tuple[str, ...]]
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu"}
+_ATTN, _MLP = "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
+
+TOP_NAMES: Names = {
+    "embed": ("model.embed_tokens.weight",),
+    "final_norm": ("model.norm.weight",),
+    "head": ("lm_head.weight",),
+}
+LAYER_NAMES: Names = {
+    "attn_norm": ("model.layers.{i}.input_layernorm.weight",),
+    "qkv": (_ATTN + "q_proj.weight", _ATTN + "k_proj.weight", _ATTN + "v_proj.weight"),
+    "qkv_bias": (_ATTN + "q_proj.bias", _ATTN + "k_proj.bias", _ATTN + "v_proj.bias"),
+    "q_norm": (_ATTN + "q_norm.weight",),
+    "k_norm": (_ATTN + "k_norm.weight",),
+    "o": (_ATTN + "o_proj.weight",),
+    "o_bias": (_ATTN + "o_proj.bias",),
+    "mlp_norm": ("model.layers.{i}.post_attention_layernorm.weight",),
+    "gate_up": (_MLP + "gate_proj.weight", _MLP + "up_proj.weight"),
+    "gate_up_bias": (_MLP + "gate_proj.bias", _MLP + "up_proj.bias"),
+    "down": (_MLP + "down_proj.weight",),
+    "down_bias": (_MLP + "down_proj.bias",),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the registry. GGUF names are the same for all (see gguf_names.py)."""
+
+    name: str
+    spec: Callable[[Config], DecoderSpec]
+    top: Names
+    layer: Names
+
+
+def need_int(config: Config, key: str) -> int:
+    """A positive integer field. Raises UnsupportedModelError naming it."""
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise UnsupportedModelError(f"config field {key} must be a positive integer, not {value!r}")
+    return value
+
+
+def decoder_spec(config: Config, family: str, **extra: Any) -> DecoderSpec:
+    """The fields that read the same in every family; `extra` sets or replaces others."""
+    method = config.get("quantization_config")
+    if method:
+        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+        raise UnsupportedModelError(f"quantized checkpoint ({kind}) is not supported")
+    heads, width = need_int(config, "num_attention_heads"), need_int(config, "hidden_size")
+    kv_heads = (
+        heads
+        if config.get("num_key_value_heads") is None
+        else need_int(config, "num_key_value_heads")
+    )
+    if heads % kv_heads:
+        raise UnsupportedModelError(f"{heads} query heads cannot share {kv_heads} kv heads")
+    if config.get("head_dim") is None and width % heads:
+        raise UnsupportedModelError(f"hidden_size {width} is not divisible by {heads} heads")
+    head_dim = width // heads if config.get("head_dim") is None else need_int(config, "head_dim")
+    if head_dim % 2:
+        raise UnsupportedModelError(f"odd head_dim {head_dim} has no rotary embedding")
+    act = config.get("hidden_act", "silu")
+    if act not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"hidden_act {act!r} is not supported for {family}")
+    fields: dict[str, Any] = dict(
+        family=family,
+        vocab_size=need_int(config, "vocab_size"),
+        num_layers=need_int(config, "num_hidden_layers"),
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=need_int(config, "intermediate_size"),
+        max_position=need_int(config, "max_position_embeddings"),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        activation=_ACTIVATIONS[act],
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rope=rope_spec(config),
+    )
+    return DecoderSpec(**{**fields, **extra})
+
+
+def windows(layer_windows: list[int | None], max_position: int) -> tuple[int, ...]:
+    """[L] windows in tokens; () when none. A window past the context never takes effect: 0."""
+    out = tuple(w if w is not None and 0 < w < max_position else 0 for w in layer_windows)
+    return out if any(out) else ()
+
+
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+}
+
+
+def rope_spec(config: Config) -> RopeSpec:
+    """From rope_parameters (new style) or rope_theta and rope_scaling (old style)."""
+    params = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(params, dict) or any(isinstance(v, dict) for v in params.values()):
+        raise UnsupportedModelError("rotary settings per layer type are not supported here")
+    kind = params.get("rope_type", params.get("type", "default")) or "default"
+    if kind not in _ROPE_FIELDS:
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported")
+    partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported")
+    theta = params.get("rope_theta", config.get("rope_theta"))
+    found = {k: _number(params[k], k) for k in _ROPE_FIELDS[kind] if params.get(k) is not None}
+    found["theta"] = 10000.0 if theta is None else _number(theta, "rope_theta")
+    original = params.get(
+        "original_max_position_embeddings", config.get("original_max_position_embeddings")
+    )
+    if kind == "llama3" and original is None:
+        raise UnsupportedModelError("rope type llama3 lacks original_max_position_embeddings")
+    longest = need_int(config, "max_position_embeddings")
+    if kind == "yarn":
+        found.setdefault("factor", longest / float(original or longest))
+    if kind in ("linear", "llama3") and "factor" not in found:
+        raise UnsupportedModelError(f"rope type {kind} lacks its factor")
+    return RopeSpec(
+        kind=kind,
+        original_max_position=0 if kind in ("default", "linear") else int(original or longest),
+        truncate=bool(params.get("truncate", True)),
+        **found,
+    )
+
+
+def _number(value: Any, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise UnsupportedModelError(f"rotary setting {key} must be a number, not {value!r}")
+    return float(value)

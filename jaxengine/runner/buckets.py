@@ -1,0 +1,52 @@
+"""Which shapes are compiled, and which one a plan runs in."""
+
+from __future__ import annotations
+
+from jaxengine.sched.batch import Bucket
+
+SMALLEST_MIXED = 64  # tokens
+
+
+def all_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
+    """Decode rows in powers of two, mixed tokens in powers of two; the last is the limit itself.
+
+    Mixed programs have all rows, so they hold at least max_num_seqs tokens.
+    """
+    decode = [Bucket(n, n, True) for n in _ladder(1, max_num_seqs)]
+    smallest = max(min(SMALLEST_MIXED, max_num_batched_tokens), max_num_seqs)
+    largest = max(max_num_batched_tokens, max_num_seqs)
+    mixed = [Bucket(n, max_num_seqs, False) for n in _ladder(smallest, largest)]
+    return decode + mixed
+
+
+def warmup_order(buckets: list[Bucket]) -> list[Bucket]:
+    """What the first requests need comes first: a short prompt and a lone decode."""
+    decode = [b for b in buckets if b.decode_only]
+    mixed = [b for b in buckets if not b.decode_only]
+    first = [mixed[0], decode[0]]
+    # Largest next: any batch fits it while its own bucket is still compiling.
+    order = [*first, decode[-1], mixed[-1], *decode, *mixed]
+    return list(dict.fromkeys(order))
+
+
+def choose(
+    buckets: list[Bucket], num_tokens: int, num_rows: int, decode_only: bool
+) -> Bucket | None:
+    """The smallest of these (ascending) buckets that holds the plan; None when none does."""
+    for bucket in buckets:
+        if (
+            bucket.decode_only == decode_only
+            and num_tokens <= bucket.tokens
+            and num_rows <= bucket.rows
+        ):
+            return bucket
+    return None
+
+
+def _ladder(first: int, last: int) -> list[int]:
+    sizes = []
+    n = first
+    while n < last:
+        sizes.append(n)
+        n *= 2
+    return [*sizes, last]

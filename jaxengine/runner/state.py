@@ -1,0 +1,66 @@
+"""What lives on the device between steps. Donated to every step; after a failed step it is gone."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxengine.models.decoder import KV
+from jaxengine.models.spec import DecoderSpec
+from jaxengine.sched.batch import BatchShape
+from jaxengine.sched.slot_record import SlotShape
+
+
+class SlotState(NamedTuple):
+    """Per-slot records, R slots (`jaxengine.sched.slot_record` says what they hold)."""
+
+    last_token: Int[Array, "R"]
+    history: Int[Array, "R H"]
+    edit_token: Int[Array, "R E"]
+    edit_kind: Int[Array, "R E"]
+    edit_value: Int[Array, "R E"]
+    bad_prefix: Int[Array, "R B W"]
+    bad_last: Int[Array, "R B"]
+    allow_mask: Int[Array, "R V32"]
+
+
+class DeviceState(NamedTuple):
+    kv: KV
+    slots: SlotState
+
+
+def state_shapes(
+    spec: DecoderSpec, batch: BatchShape, slot: SlotShape, kv_dtype: Any
+) -> DeviceState:
+    """ShapeDtypeStructs of the whole state."""
+    cache = jax.ShapeDtypeStruct(
+        (batch.num_blocks, batch.block_size, spec.num_kv_heads * spec.head_dim), kv_dtype
+    )
+    fields = {
+        name: jax.ShapeDtypeStruct((slot.num_slots, *dims), jnp.int32)
+        for name, dims in slot.fields().items()
+    }
+    last = jax.ShapeDtypeStruct((slot.num_slots,), jnp.int32)
+    kv = tuple((cache, cache) for _ in range(spec.num_layers))
+    return DeviceState(kv, SlotState(last_token=last, **fields))  # type: ignore[arg-type]
+
+
+def new_state(shapes: DeviceState) -> DeviceState:
+    """Zeroed device state."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # type: ignore[no-any-return]
+
+
+def seed_slot(shape: SlotShape, slots: SlotState, blob: Int[Array, "n"]) -> SlotState:
+    """Write one slot's record (`pack_slot`'s blob). `slots` is donated."""
+    offset = 1
+    changed = {}
+    for name, dims in shape.fields().items():
+        size = int(np.prod(dims))
+        part = blob[offset : offset + size].reshape(1, *dims)
+        changed[name] = jax.lax.dynamic_update_slice_in_dim(getattr(slots, name), part, blob[0], 0)
+        offset += size
+    return slots._replace(**changed)

@@ -1,0 +1,120 @@
+"""The small routes: models, health, metrics, version, load, tokenize, detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+import jaxengine
+from jaxengine.engine.async_llm import off_loop
+from jaxengine.frontend.validation import check_token_ids
+from jaxengine.metrics.prometheus import CONTENT_TYPE
+from jaxengine.server.chat import render
+from jaxengine.server.errors import ApiError
+from jaxengine.server.protocol import DetokenizeBody, TokenizeBody
+from jaxengine.server.state import check_model, engine_of, state_of
+
+router = APIRouter()
+
+
+@router.get("/health", response_model=None)
+@router.get("/ping", response_model=None)
+@router.post("/ping", response_model=None)
+async def health(request: Request) -> Response:
+    """200 when requests can be served; 503 while loading, draining, or with a dead engine."""
+    engine_of(request)
+    return Response(status_code=200)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": jaxengine.__version__}
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """Requests that are being answered now."""
+    state = state_of(request)
+    return {"server_load": 0 if state.engine is None else state.engine.num_requests}
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(request: Request) -> Response:
+    """Prometheus text. Served with a dead engine too."""
+    state = state_of(request)
+    if state.engine is None:
+        return Response(b"", media_type=CONTENT_TYPE)
+    text = state.engine.metrics.render(state.config.server.metrics_compat)
+    return Response(text, media_type=CONTENT_TYPE)
+
+
+def _card(request: Request, name: str) -> dict[str, Any]:
+    state = state_of(request)
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "jaxengine",
+        "root": state.config.model.model,
+        "parent": None,
+        "max_model_len": engine_of(request).ready.max_model_len,
+    }
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    names = state_of(request).model_names[:1]
+    return {"object": "list", "data": [_card(request, name) for name in names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    return _card(request, check_model(request, name))
+
+
+@router.post("/tokenize", response_model=None)
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    """Token ids of a text, or of a conversation rendered as for chat completions."""
+    engine = engine_of(request)
+    check_model(request, body.model)
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "the server has no tokenizer", param="prompt")
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
+    if body.prompt is not None:
+        text, special = body.prompt, body.add_special_tokens is not False
+    else:
+        text, special = await render(body, engine), bool(body.add_special_tokens)
+    ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
+    answer: dict[str, Any] = {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": engine.ready.max_model_len,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.tk.id_to_token(i) for i in ids]
+    return JSONResponse(answer)
+
+
+@router.post("/detokenize", response_model=None)
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    engine = engine_of(request)
+    check_model(request, body.model)
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "the server has no tokenizer", param="tokens")
+    ids = check_token_ids("tokens", body.tokens, engine.ready.vocab_size)
+    text = await off_loop(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
+    return JSONResponse({"prompt": text})
+
+
+@router.post("/reset_prefix_cache", response_model=None)
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget all cached prefixes; {"success": false} when some are in use."""
+    done = await engine_of(request).reset_prefix_cache()
+    return JSONResponse({"success": done})

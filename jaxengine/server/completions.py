@@ -1,0 +1,235 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+
+from fastapi import APIRouter, Request
+from msgspec import UNSET
+from starlette.responses import Response
+
+from jaxengine.engine.async_llm import AsyncLLM, RequestStream
+from jaxengine.frontend.logprobs import PositionLogprobs
+from jaxengine.frontend.outputs import CompletionOutput, RequestOutput, Usage, usage
+from jaxengine.frontend.processor import Prompt
+from jaxengine.sampling_params import SamplingParams
+from jaxengine.server.errors import ApiError
+from jaxengine.server.logprobs import completion_logprobs, prompt_logprobs_body
+from jaxengine.server.protocol import (
+    CompletionBody,
+    check_fields,
+    logprobs_count,
+    priority_of,
+    sampling_params,
+)
+from jaxengine.server.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    encode,
+    usage_body,
+)
+from jaxengine.server.sse import event, sse_response
+from jaxengine.server.state import check_model, engine_of, request_id_of
+from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
+
+router = APIRouter()
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call, after its fields were checked."""
+
+    body: CompletionBody
+    prompts: list[Prompt]
+    params: SamplingParams
+    score_only: bool  # echo with max_tokens 0: the prompt's log-probabilities and no new text
+    num_logprobs: int | None
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(body: CompletionBody, request: Request) -> Response:
+    """Continue text or token ids; a list of prompts gives n choices for each."""
+    engine = engine_of(request)
+    call = _check(body, engine, request)
+    streams = await unless_hangup(
+        request,
+        admit(
+            engine,
+            call.prompts,
+            call.params,
+            call.id,
+            kind="delta" if body.stream else "final",
+            priority=priority_of(body),
+            cache_salt=body.cache_salt,
+        ),
+    )
+    if body.stream:
+        return await sse_response(request, _chunks(call, streams, engine), close_all(streams))
+    try:
+        finals = await unless_hangup(request, final_outputs(streams))
+    finally:
+        close_all(streams)()
+    choices = []
+    for at, output in enumerate(finals):
+        for choice in output.outputs:
+            echo = _Echo(call, output, engine)
+            choices.append(echo.choice(at, output, choice))
+    whole = Completion(
+        call.id, call.created, call.model, choices, usage=usage_body(_usage(call, finals))
+    )
+    return Response(encode(whole), media_type="application/json")
+
+
+def _check(body: CompletionBody, engine: AsyncLLM, request: Request) -> _Call:
+    model = check_model(request, body.model)
+    check_fields(body)
+    prompts = split_prompts(body.prompt)
+    if body.add_special_tokens is not None:
+        prompts = [
+            {"prompt": p, "add_special_tokens": body.add_special_tokens}
+            if isinstance(p, str)
+            else p
+            for p in prompts
+        ]
+    defaults = engine.default_params
+    score_only = bool(body.echo) and body.max_tokens == 0
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        max_tokens = defaults.max_tokens or DEFAULT_MAX_TOKENS
+    more = {"max_tokens": 1 if score_only else max_tokens, "logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        more["prompt_logprobs"] = body.logprobs
+    params = sampling_params(body, defaults, **more)
+    count = None if body.logprobs is None else logprobs_count(body.logprobs)
+    name = f"cmpl-{request_id_of(request)}"
+    return _Call(body, prompts, params, score_only, count, name, model)
+
+
+def split_prompts(prompt: object) -> list[Prompt]:
+    """A string, token ids, or a list of either -> one prompt each. Raises ApiError 400."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(type(p) is int for p in prompt):
+            return [prompt]
+        if all(isinstance(p, str) or (isinstance(p, list) and p) for p in prompt):
+            return list(prompt)
+    raise ApiError(
+        400,
+        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
+        param="prompt",
+    )
+
+
+def _usage(call: _Call, outputs: Sequence[RequestOutput]) -> Usage:
+    total = usage(outputs)
+    return replace(total, completion_tokens=0) if call.score_only else total
+
+
+class _Echo:
+    """One choice's running text offset, and the prompt that goes out before its first text."""
+
+    def __init__(self, call: _Call, output: RequestOutput, engine: AsyncLLM) -> None:
+        self._call = call
+        self._tokenizer = engine.tokenizer
+        self._first = True
+        self._offset = 0
+        self._prompt = ""
+        if call.body.echo:
+            self._prompt = output.prompt or ""
+            if output.prompt is None and engine.tokenizer is not None:
+                self._prompt = engine.tokenizer.decode(
+                    output.prompt_token_ids, skip_special_tokens=False
+                )
+
+    def choice(self, at: int, output: RequestOutput, new: CompletionOutput) -> CompletionChoice:
+        """What is new of a choice (all of it, when not streamed), the echo first."""
+        call, body = self._call, self._call.body
+        text, ids = ("", []) if call.score_only else (new.text, new.token_ids)
+        logprobs = None
+        if call.num_logprobs is not None:
+            positions: list[PositionLogprobs | None] = []
+            if not call.score_only:
+                positions += new.logprobs or []
+            scored_ids = list(ids)
+            if self._first and body.echo:
+                positions = [*(output.prompt_logprobs or []), *positions]
+                shown = output.prompt_token_ids if output.prompt_logprobs else []
+                scored_ids = [*shown, *scored_ids]
+            logprobs = self._logprobs(positions, scored_ids)
+        if self._first:
+            text = self._prompt + text
+        made = CompletionChoice(
+            index=at * call.params.n + new.index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=new.finish_reason,
+            stop_reason=new.stop_reason,
+        )
+        if call.score_only and new.finish_reason is not None:
+            made.finish_reason, made.stop_reason = "length", None
+        if body.return_token_ids:
+            made.token_ids = list(ids)
+            made.prompt_token_ids = output.prompt_token_ids if self._first else UNSET
+        if body.prompt_logprobs is not None and self._first:
+            made.prompt_logprobs = prompt_logprobs_body(output.prompt_logprobs)
+        self._first = False
+        return made
+
+    def _logprobs(
+        self, positions: Sequence[PositionLogprobs | None], ids: list[int]
+    ) -> CompletionLogprobs:
+        call = self._call
+        as_ids = bool(call.body.return_tokens_as_token_ids)
+        made, self._offset = completion_logprobs(
+            positions,
+            ids,
+            call.num_logprobs or 0,
+            self._offset,
+            self._text_of,
+            as_ids,
+        )
+        return made
+
+    def _text_of(self, token_id: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+
+async def _chunks(
+    call: _Call, streams: Sequence[RequestStream], engine: AsyncLLM
+) -> AsyncGenerator[bytes]:
+    options = call.body.stream_options
+    with_usage = options is not None and bool(options.include_usage)
+    continuous = with_usage and bool(options and options.continuous_usage_stats)
+    latest: dict[int, RequestOutput] = {}
+    echoes: dict[int, _Echo] = {}
+    prompt_logprobs: dict[int, RequestOutput] = {}
+    chunk = Completion(call.id, call.created, call.model, [])
+    if with_usage and not continuous:
+        chunk.usage = None
+    async for at, output in merged(streams):
+        latest[at] = output
+        if output.prompt_logprobs is not None:
+            prompt_logprobs[at] = output
+        elif at in prompt_logprobs:  # delivered once; every choice of this prompt echoes it
+            output.prompt_logprobs = prompt_logprobs[at].prompt_logprobs
+        for new in output.outputs:
+            index = at * call.params.n + new.index
+            if index not in echoes:
+                echoes[index] = _Echo(call, output, engine)
+            chunk.choices = [echoes[index].choice(at, output, new)]
+            if continuous:
+                chunk.usage = usage_body(_usage(call, list(latest.values())))
+            yield event(encode(chunk))
+    if with_usage:
+        chunk.choices = []
+        chunk.usage = usage_body(_usage(call, list(latest.values())))
+        yield event(encode(chunk))

@@ -1,0 +1,189 @@
+"""Request bodies. Types are strict (no "5" for 5); ranges are checked by frontend.validation.
+
+Unknown fields are accepted and ignored, with a line in the debug log. Fields that are known but
+not supported are refused with 400, unless they hold the value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from jaxengine.sampling_params import SamplingParams
+from jaxengine.server.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+Number = int | float | None  # JSON's 1e3 is a float; validation takes integral ones
+
+# field -> values that ask for nothing
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None, {}),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "prompt_embeds": (None,),
+    "logits_processors": (None, []),
+    "thinking_token_budget": (None,),
+    "kv_transfer_params": (None,),
+    "mm_processor_kwargs": (None, {}),
+}
+
+_SAMPLING = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingBody(BaseModel):
+    """What both kinds of completion share; vLLM's extra sampling fields included."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    n: Number = None
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Number = None
+    min_p: Number = None
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    repetition_penalty: Number = None
+    seed: Number = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: Number = None
+    min_tokens: Number = None
+    logit_bias: dict[str, int | float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Number = None
+    truncate_prompt_tokens: Number = None
+    priority: Number = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+
+
+class CompletionBody(SamplingBody):
+    prompt: str | list[Any]
+    logprobs: Number = None
+
+
+class ChatBody(SamplingBody):
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: Number = None
+    max_completion_tokens: Number = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+class TokenizeBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def check_fields(body: SamplingBody) -> None:
+    """Refuse what is known but not supported (ApiError 400); log what is not known."""
+    for name, value in (body.model_extra or {}).items():
+        harmless = _UNSUPPORTED.get(name)
+        if harmless is None:
+            log.debug("field %r is not known and ignored", name)
+        elif not any(value == h and type(value) is type(h) for h in harmless):
+            if name == "best_of" and value == body.n:
+                continue
+            raise ApiError(400, f"{name} is not supported", param=name, code="unsupported")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+
+
+def sampling_params(body: SamplingBody, defaults: SamplingParams, **more: Any) -> SamplingParams:
+    """The body's values over `defaults` (the model's), with `more` on top. Not yet validated."""
+    given = {name: getattr(body, name) for name in _SAMPLING}
+    chosen = {name: getattr(defaults, name) for name in SamplingParams.__struct_fields__}
+    chosen |= {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**(chosen | more))
+
+
+def priority_of(body: SamplingBody) -> Any:
+    """Priority of the request, 0 if none was given; its range is checked with the parameters."""
+    return 0 if body.priority is None else body.priority
+
+
+def logprobs_count(value: int | float) -> int:
+    """How many alternatives to show; -1 is all there are. What is no count shows none: the
+    validation that follows refuses it."""
+    if isinstance(value, float) and not value.is_integer():
+        return 0
+    return int(value) if value >= 0 else 1 << 30

@@ -1,0 +1,61 @@
+"""What the routes share: the engine (once it is up), the configuration, whether it drains."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.async_llm import AsyncLLM, served_name
+from jaxengine.server.errors import ApiError
+
+
+@dataclass
+class ServerState:
+    config: EngineConfig
+    engine: AsyncLLM | None = None
+    draining: bool = False
+    num_active: int = 0  # generation requests being answered
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_names(self) -> list[str]:
+        """The served name first, then the model argument, which is accepted too."""
+        return list(dict.fromkeys([served_name(self.config), self.config.model.model]))
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+def engine_of(request: Request) -> AsyncLLM:
+    """The running engine. Raises ApiError 503 while the model loads or the server drains."""
+    state = state_of(request)
+    if state.draining:
+        raise ApiError(503, "the server is shutting down", code="shutting_down")
+    if state.engine is None:
+        raise ApiError(503, "the model is still loading", code="loading")
+    state.engine.check()
+    return state.engine
+
+
+def check_model(request: Request, model: str | None) -> str:
+    """The name to answer with. Raises ApiError 404 for a model that is not served."""
+    names = state_of(request).model_names
+    if model and model not in names:
+        raise ApiError(
+            404,
+            f"model {model!r} does not exist; {names[0]!r} is served",
+            param="model",
+            code="model_not_found",
+        )
+    return model or names[0]
+
+
+def request_id_of(request: Request) -> str:
+    """The client's X-Request-Id, or the one that the middleware made."""
+    request_id: str = request.scope["request_id"]
+    return request_id

@@ -1,0 +1,207 @@
+"""A `StepPlan` packed into one int32 blob of fixed shape: one transfer carries a whole step.
+
+The layout is a function of the bucket alone, so that the device side can slice the blob
+statically. Packing is NumPy over rows and tokens; there is no Python loop over tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxengine.sched.plan import Int32, StepPlan
+
+QUERY_BLOCK = 128  # prompt tokens of one prefill work item
+
+# Columns of a row's sampling record; floats travel as their bits.
+SAMPLING_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+SAMPLING_INTS = (
+    "top_k",
+    "seed_lo",
+    "seed_hi",
+    "num_prompt",
+    "num_logprobs",
+    "num_prompt_logprobs",
+    "min_tokens",
+    "flags",
+)
+SAMPLING_COLUMNS = SAMPLING_FLOATS + SAMPLING_INTS
+COLUMN = {name: i for i, name in enumerate(SAMPLING_COLUMNS)}
+
+# Bits of `flags`.
+HAS_EDITS = 1  # logit_bias, bans, minimum length: the slot's edit list is read
+HAS_ALLOW = 2  # allowed_token_ids: the slot's mask is read
+HAS_BAD_WORDS = 4  # words of several tokens
+HAS_PENALTIES = 8
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A compiled shape: T tokens, S rows; decode-only programs have T == S and no work items."""
+
+    tokens: int
+    rows: int
+    decode_only: bool
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What every bucket shares: KV groups, table width W, block size P, pool size N."""
+
+    num_groups: int
+    table_width: int
+    block_size: int
+    num_blocks: int
+
+
+HEADER = ("num_tokens", "num_rows", "num_decode", "num_items", "want_prompt_logprobs")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sections of the blob: name -> (offset, shape)."""
+
+    sections: dict[str, tuple[int, tuple[int, ...]]]
+    size: int
+
+
+@functools.cache
+def layout_of(bucket: Bucket, shape: BatchShape) -> Layout:
+    """The blob's sections for a bucket."""
+    tokens, rows = bucket.tokens, bucket.rows
+    sizes: list[tuple[str, tuple[int, ...]]] = [
+        ("header", (len(HEADER),)),
+        ("token_ids", (tokens,)),
+        ("positions", (tokens,)),
+        ("kv_slot", (shape.num_groups, tokens)),
+        ("slots", (rows,)),
+        ("seq_len", (rows,)),
+        ("logits_index", (rows,)),
+        ("samples", (rows,)),
+        ("min_active", (rows,)),
+        ("sampling", (rows, len(SAMPLING_COLUMNS))),
+        ("block_table", (shape.num_groups, rows, shape.table_width)),
+    ]
+    if not bucket.decode_only:
+        sizes += [("items", (max_items(bucket), 4)), ("targets", (tokens,))]
+    sections, offset = {}, 0
+    for name, dims in sizes:
+        sections[name] = (offset, dims)
+        offset += int(np.prod(dims))
+    return Layout(sections, offset)
+
+
+def max_items(bucket: Bucket) -> int:
+    """Most prefill work items: every row may end in a partial one."""
+    return bucket.tokens // QUERY_BLOCK + bucket.rows
+
+
+def view(blob: Int32, layout: Layout, name: str) -> Int32:
+    """A section of the blob as an array that writes through."""
+    offset, dims = layout.sections[name]
+    return blob[offset : offset + int(np.prod(dims))].reshape(dims)
+
+
+def pack(
+    plan: StepPlan,
+    bucket: Bucket,
+    shape: BatchShape,
+    block_tables: Sequence[Int32],
+    sampling: NDArray[np.int32],
+    num_slots: int,
+) -> Int32:
+    """Pack a plan; `block_tables` and `sampling` are the per-slot tables.
+
+    Padding rows and tokens carry positive out-of-range indices (dropped on the device), all
+    distinct where the device promises uniqueness.
+    """
+    layout = layout_of(bucket, shape)
+    blob = np.zeros(layout.size, np.int32)
+    rows, tokens, num_decode = plan.num_rows, plan.num_tokens, plan.num_decode
+    row_of = np.repeat(np.arange(rows), plan.num_new)
+    first = np.cumsum(plan.num_new) - plan.num_new
+    offset_in_row = np.arange(tokens) - first[row_of]
+    positions = plan.start[row_of] + offset_in_row
+
+    view(blob, layout, "positions")[:tokens] = positions
+    ids = view(blob, layout, "token_ids")
+    for row in range(num_decode, rows):
+        begin, count = int(plan.start[row]), int(plan.num_new[row])
+        known = plan.requests[row].token_ids[begin : begin + count]
+        ids[first[row] : first[row] + count] = known
+
+    kv_slot = view(blob, layout, "kv_slot")
+    tables = view(blob, layout, "block_table")
+    seq_len = plan.start + plan.num_new
+    used = -(-int(seq_len.max()) // shape.block_size)
+    slot_of = plan.slots[row_of]
+    for group, table in enumerate(block_tables):
+        block = table[slot_of, positions // shape.block_size]
+        kv_slot[group, :tokens] = block * shape.block_size + positions % shape.block_size
+        pad = shape.num_blocks * shape.block_size
+        kv_slot[group, tokens:] = pad + np.arange(bucket.tokens - tokens)
+        entries = table[plan.slots, :used]
+        # Entries that stand for no block are masked by length or window; read block 0 instead.
+        tables[group, :rows, :used] = np.where(entries < shape.num_blocks, entries, 0)
+
+    slots = view(blob, layout, "slots")
+    slots[:rows] = plan.slots
+    slots[rows:] = num_slots + np.arange(bucket.rows - rows)
+    view(blob, layout, "seq_len")[:rows] = seq_len
+    view(blob, layout, "logits_index")[:rows] = first + plan.num_new - 1
+    view(blob, layout, "samples")[:rows] = plan.samples
+    record = view(blob, layout, "sampling")
+    record[:rows] = sampling[plan.slots]
+    view(blob, layout, "min_active")[:rows] = plan.num_output < record[:rows, COLUMN["min_tokens"]]
+
+    header = view(blob, layout, "header")
+    header[:4] = tokens, rows, num_decode, 0
+    if not bucket.decode_only:
+        items = _work_items(plan, first)
+        view(blob, layout, "items")[: len(items)] = items
+        header[3] = len(items)
+        header[4] = _pack_targets(plan, first, record, view(blob, layout, "targets"))
+    return blob
+
+
+def _work_items(plan: StepPlan, first: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(row, first token, position, count) of every prefill block, [items, 4]."""
+    prefill = np.arange(plan.num_decode, plan.num_rows)
+    counts = -(-plan.num_new[prefill] // QUERY_BLOCK)
+    row = np.repeat(prefill, counts)
+    part = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    offset = part * QUERY_BLOCK
+    left = np.minimum(plan.num_new[row] - offset, QUERY_BLOCK)
+    return np.stack([row, first[row] + offset, plan.start[row] + offset, left], axis=1)
+
+
+def _pack_targets(plan: StepPlan, first: NDArray[np.int64], record: Int32, targets: Int32) -> bool:
+    """Next prompt token of every token whose row wants prompt logprobs; others keep 0."""
+    wants = record[:, COLUMN["num_prompt_logprobs"]]
+    found = False
+    for row in range(plan.num_decode, plan.num_rows):
+        if wants[row] < 0 or int(plan.start[row]) + 1 >= plan.requests[row].num_prompt_tokens:
+            continue
+        count = prompt_targets(plan, row)
+        begin = int(plan.start[row]) + 1
+        known = plan.requests[row].token_ids[begin : begin + count]
+        targets[first[row] : first[row] + count] = known
+        found = True
+    return found
+
+
+def prompt_targets(plan: StepPlan, row: int) -> int:
+    """How many tokens of the row are followed by a prompt token."""
+    begin = int(plan.start[row]) + 1
+    return max(0, min(int(plan.num_new[row]), plan.requests[row].num_prompt_tokens - begin))
