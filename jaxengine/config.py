@@ -126,11 +126,18 @@ class EngineConfig:
     def of(**flat: Any) -> EngineConfig:
         """Build from flat keywords. Raises TypeError for an unknown name."""
         parts: dict[str, Any] = {}
-        for part in dataclasses.fields(EngineConfig):
-            kind = part.default_factory
-            names = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-            mine = {k: flat.pop(k) for k in list(flat) if k in names}
-            parts[part.name] = kind(**mine)  # type: ignore[misc]
+        for name, kind in PARTS.items():
+            names = {f.name for f in dataclasses.fields(kind)}
+            parts[name] = kind(**{k: flat.pop(k) for k in list(flat) if k in names})
         if flat:
             raise TypeError(f"unknown setting {sorted(flat)[0]!r}")
         return EngineConfig(**parts)
+
+
+PARTS: dict[str, Any] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "runner": RunnerConfig,
+    "server": ServerConfig,
+}

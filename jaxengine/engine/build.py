@@ -14,6 +14,7 @@ import numpy as np
 from jaxengine import platform
 from jaxengine.config import EngineConfig
 from jaxengine.executor.inline import InlineExecutor
+from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.decoder import param_shapes
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.runner.buckets import all_buckets, warmup_order
@@ -68,12 +69,17 @@ def build(config: EngineConfig) -> Built:
     step = StepConfig(spec, batch_shape, num_logprobs)
     state = state_shapes(spec, batch_shape, slot_shape, kv_dtype)
     buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
-    programs = Programs(step, param_shapes(spec, kv_dtype), state, slot_shape)
+    shapes = param_shapes(spec, kv_dtype)
+    if config.model.quantization == "int8":
+        shapes = quantized_shapes(shapes)
+    programs = Programs(step, shapes, state, slot_shape)
     warmup = _warmup(config.runner.warmup)
     if warmup != "lazy":
         programs.start([*warmup_order(buckets), SEED])
     try:
         params = load_params(files, spec, dtype, _put)
+        if config.model.quantization == "int8":
+            params = quantize_params(params)
         loaded = time.monotonic()
         runner = ModelRunner(params, state, programs, buckets)
         executor = InlineExecutor(runner)

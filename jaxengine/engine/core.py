@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from jaxengine import platform
@@ -141,7 +142,9 @@ class EngineCore:
         wire: EngineRequest = request.params.wire
         logprobs = None
         if wire.params.logprobs is not None and result.logprob_ids is not None:
-            logprobs = logprobs_of(result, update.row, len(update.new_token_ids), wire.params.logprobs)
+            logprobs = logprobs_of(
+                result, update.row, len(update.new_token_ids), wire.params.logprobs
+            )
         output = EngineOutput(
             request.request_id,
             update.new_token_ids,
@@ -175,7 +178,7 @@ class EngineCore:
 
     def utility(self, method: str, args: list[Any]) -> Any:
         """A named call from a client. Raises ValueError for an unknown name."""
-        calls = {
+        calls: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
             "wait_warm": self.executor.wait_warm,

@@ -80,13 +80,9 @@ class Packer:
             if prepared.needs_slot_record:
                 seeds.append(self._slot_record(request))
         bucket = choose(plan.num_tokens, plan.num_rows, plan.num_decode == plan.num_rows)
-        blob = pack(
-            plan, bucket, self._shape, block_tables, self._records, self._slots.num_slots
-        )
+        blob = pack(plan, bucket, self._shape, block_tables, self._records, self._slots.num_slots)
         wants = self._records[plan.slots, COLUMN["num_logprobs"]] >= 0
-        return Batch(
-            bucket, blob, plan.num_rows, seeds, bool(wants.any()), self._prompt_rows(plan)
-        )
+        return Batch(bucket, blob, plan.num_rows, seeds, bool(wants.any()), self._prompt_rows(plan))
 
     def _prompt_rows(self, plan: StepPlan) -> list[tuple[int, int, int]]:
         wants = self._records[plan.slots, COLUMN["num_prompt_logprobs"]] >= 0

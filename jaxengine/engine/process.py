@@ -137,9 +137,12 @@ def setup_child_logging(config: EngineConfig, name: str) -> None:
 
 
 def _make_core(launch: EngineLaunch) -> Core:
+    from tqdm import tqdm
+
     from jaxengine.platform import setup
 
     setup()
+    tqdm.set_lock(threading.RLock())  # its default is a semaphore between processes, left behind
     module, _, name = launch.core.partition(":")
     core: Core = getattr(importlib.import_module(module), name)(launch.config)
     return core

@@ -86,4 +86,6 @@ def apply_rope(
     """Rotate the two halves of every head."""
     first, second = jnp.split(x, 2, axis=-1)
     c, s = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(x.dtype)
+    return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(
+        x.dtype
+    )

@@ -43,7 +43,7 @@ def embed(spec: DecoderSpec, params: Params, token_ids: Int[Array, "T"]) -> Floa
 
 def head(spec: DecoderSpec, params: Params, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
     """Float32 logits of final hidden states."""
-    return linear(hidden, params.get("head", params.get("head_int8", params["embed"])))
+    return linear(hidden, params.get("head", params["embed"]))
 
 
 def decode(

@@ -100,9 +100,7 @@ def _sections(bucket: Bucket, shape: BatchShape, blob: Int[Array, "B"]) -> dict[
     return parts
 
 
-def _resolve_tokens(
-    part: dict[str, Array], num_decode: Array, slots: SlotState
-) -> Int[Array, "T"]:
+def _resolve_tokens(part: dict[str, Array], num_decode: Array, slots: SlotState) -> Int[Array, "T"]:
     """Decode rows are the first tokens; their input is the last token of their slot."""
     rows = part["slots"].shape[0]
     last = slots.last_token.at[part["slots"]].get(mode="fill", fill_value=0)
@@ -130,10 +128,7 @@ def sampling_inputs(part: dict[str, Array], slots: SlotState) -> SamplingInputs:
     def flagged(bit: int) -> Array:
         return ((flags & bit) != 0) & samples
 
-    kinds = jnp.where(
-        flagged(HAS_EDITS)[:, None], of_slot(slots.edit_kind, EDIT_NONE), EDIT_NONE
-    )
-    num_edits = kinds.shape[1]
+    kinds = jnp.where(flagged(HAS_EDITS)[:, None], of_slot(slots.edit_kind, EDIT_NONE), EDIT_NONE)
     bad_last = of_slot(slots.bad_last, -1)
     num_words = bad_last.shape[1]
     live_word = flagged(HAS_BAD_WORDS)[:, None] & (bad_last >= 0)
@@ -160,18 +155,16 @@ def sampling_inputs(part: dict[str, Array], slots: SlotState) -> SamplingInputs:
         edit_row=jnp.where(kinds == EDIT_NONE, rows, row).reshape(-1),
         edit_token=of_slot(slots.edit_token, 0).reshape(-1),
         edit_kind=kinds.reshape(-1),
-        edit_value=jax.lax.bitcast_convert_type(
-            of_slot(slots.edit_value, 0), jnp.float32
-        ).reshape(-1),
+        edit_value=jax.lax.bitcast_convert_type(of_slot(slots.edit_value, 0), jnp.float32).reshape(
+            -1
+        ),
         bad_row=jnp.where(live_word, row, rows).reshape(-1),
         bad_prefix=of_slot(slots.bad_prefix, -1).reshape(rows * num_words, -1),
         bad_last=bad_last.reshape(-1),
     )
 
 
-def _write_back(
-    slots: SlotState, part: dict[str, Array], token_ids: Int[Array, "S"]
-) -> SlotState:
+def _write_back(slots: SlotState, part: dict[str, Array], token_ids: Int[Array, "S"]) -> SlotState:
     """The sampled token becomes the slot's last token and the next entry of its history."""
     out_of_range = slots.last_token.shape[0] + jnp.arange(token_ids.shape[0])
     at = jnp.where(part["samples"] > 0, part["slots"], out_of_range)

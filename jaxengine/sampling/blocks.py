@@ -47,7 +47,8 @@ def top_k(x: Array, maxima: Array, k: int) -> tuple[Array, Array]:
     """
     rows, blocks = maxima.shape
     if blocks <= k or rows * blocks * BLOCK >= 2**31:
-        return lax.top_k(x, k)
+        values, where = lax.top_k(x, k)
+        return values, where
     _, chosen = lax.top_k(maxima, k)
     chosen = jnp.sort(chosen, -1)  # keeps ties in order of index
     flat = x.reshape(rows * blocks, BLOCK)
@@ -63,16 +64,30 @@ def stride_of(width: int) -> int:
     return next(r for r in (256, 128, 64) if width % r == 0)
 
 
+def _fold(x: Array, parts: int) -> Array:
+    """[S, n * parts] -> [S, n]: `parts` (a power of two) contiguous slices added as a tree.
+
+    Elementwise additions in a fixed order: a reduction's order may change with the number of
+    rows. The barrier keeps what makes x from being computed again in every slice.
+    """
+    x = lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
+    width = x.shape[1] // parts
+    slices = [x[:, i * width : (i + 1) * width] for i in range(parts)]
+    while len(slices) > 1:
+        slices = [a + b for a, b in zip(slices[::2], slices[1::2], strict=True)]
+    return slices[0]
+
+
 def strided_sums(x: Array) -> Array:
     """[S, V'] -> [S, n] sums of the strided blocks."""
-    # a sum fused with what makes x is several times slower
-    plain: Array = lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
-    return plain.reshape(x.shape[0], stride_of(x.shape[1]), -1).sum(1)
+    return _fold(_fold(x, 16), stride_of(x.shape[1]) // 16)
 
 
 def row_sum(x: Array) -> Array:
-    """[S, V'] -> [S]."""
-    return strided_sums(x).sum(-1)
+    """[S, n] -> [S]."""
+    while x.shape[1] > 1:
+        x = _fold(jnp.pad(x, ((0, 0), (0, -x.shape[1] % 16))), 16)
+    return x[:, 0]
 
 
 def pick(weights: Array, uniform: Array) -> Array:

@@ -149,7 +149,7 @@ def draw(
     edge = z[:, -1]
 
     def holds_all(threshold: Array) -> Array:
-        return (edge < threshold) | (edge == -jnp.inf) | (size == width)
+        return jnp.asarray((edge < threshold) | (edge == -jnp.inf) | (size == width))
 
     # top-k and min-p among the candidates
     near = k_on & (inputs.top_k <= size)
@@ -167,7 +167,7 @@ def draw(
 
     # top-p among the candidates; behind a top-k only when that was settled there too
     sums = jnp.cumsum(kept, -1)
-    whole = jnp.where(inside, sums[:, -1], masses.sum(-1))
+    whole = jnp.where(inside, sums[:, -1], row_sum(masses))
     reached = sums >= (inputs.top_p * whole)[:, None]
     nucleus = jnp.where(reached, z, -jnp.inf).max(-1)
     second = jnp.maximum(first, jnp.where(p_on, nucleus, -jnp.inf))

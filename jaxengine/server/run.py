@@ -21,7 +21,7 @@ from jaxengine.server.state import ServerState
 
 log = logging.getLogger(__name__)
 
-DEATH_GRACE = 5.0  # seconds of 503 answers after the engine died, before the server gives up
+DEATH_GRACE = 3.0  # seconds of 503 answers after the engine died, before the server gives up
 _CLOSE_GRACE = 2  # seconds for connections to close once their requests are done
 EXIT_ERROR, EXIT_USAGE = 1, 2
 

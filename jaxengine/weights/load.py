@@ -155,7 +155,7 @@ def _copy(source: Source, start: int, stop: int, out: np.ndarray) -> None:
 
 
 def _leaves(files: ModelFiles, spec: DecoderSpec) -> list[Leaf]:
-    """All leaves with checked sources; a missing tensor or a wrong shape raises, extra ones warn."""
+    """All leaves with checked sources; a missing tensor or wrong shape raises, extra ones warn."""
     have = _sources(files, spec)
     top, layer = weight_names(spec, files.kind)
     wanted: list[tuple[tuple[str | int, ...], tuple[str, ...], int]] = []

@@ -8,11 +8,15 @@ of the context with an online softmax (Milakov and Gimelshein, 2018; FlashAttent
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 NEG = -1e30  # masked score; finite, so that an all-masked chunk gives weight 0 and not NaN
+Carry = tuple[Array, Array, Array]  # running maximum, sum of weights, weighted values
+Turn = Callable[[Array, Carry], Carry]
 CHUNK = 128  # context tokens of one loop turn: a chunk's K and V stay in cache
 BLOCK_DIAGONAL_MAX_HEADS = 4  # kv heads up to which block-diagonal queries beat a transpose
 
@@ -91,7 +95,7 @@ def _decode_rows(
     group = heads // kv_heads
     diagonal = kv_heads <= BLOCK_DIAGONAL_MAX_HEADS
     # Which kv head a query head reads: [H, G] one-hot.
-    owner = (jnp.arange(heads)[:, None] // group == jnp.arange(kv_heads)[None, :])
+    owner = jnp.arange(heads)[:, None] // group == jnp.arange(kv_heads)[None, :]
     q = q.astype(k_cache.dtype)
     if diagonal:
         spread = jnp.where(owner[None, :, :, None], q[:, :, None, :], 0)
@@ -115,7 +119,7 @@ def _decode_rows(
         o = jnp.einsum("rgqt,rtgc->rgqc", p4, v4, preferred_element_type=jnp.float32)
         return o.reshape(rows, heads, dim)
 
-    def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def turn(i: Array, carry: Carry) -> Carry:
         top, total, acc = carry
         blocks = jax.lax.dynamic_slice_in_dim(table, i * per_chunk, per_chunk, axis=1)
         k = _gather(k_cache, blocks)
@@ -133,7 +137,11 @@ def _decode_rows(
         return new_top, total * keep + p.sum(-1), acc * keep[..., None] + values_of(p, v)
 
     last = (lens.max() + chunk - 1) // chunk
-    first = jnp.maximum(jnp.where(lens > 0, lens - window, lens.max()).min(), 0) // chunk if window else 0
+    first = (
+        jnp.maximum(jnp.where(lens > 0, lens - window, lens.max()).min(), 0) // chunk
+        if window
+        else 0
+    )
     width = kv_heads * dim if diagonal else dim
     start = (
         jnp.full((rows, heads), NEG, jnp.float32),
@@ -189,8 +197,8 @@ def prefill_attention(
         row_table = jax.lax.dynamic_slice_in_dim(table, row, 1)
         at_query = position + jnp.arange(bq)
 
-        def turn(masked: bool) -> object:
-            def body(c: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def turn(masked: bool) -> Turn:
+            def body(c: Array, carry: Carry) -> Carry:
                 top, total, acc = carry
                 blocks = jax.lax.dynamic_slice_in_dim(row_table, c * per_chunk, per_chunk, axis=1)
                 k = _gather(k_cache, blocks)[0].reshape(chunk, num_kv_heads, dim)
@@ -224,12 +232,12 @@ def prefill_attention(
         last = (position + count + chunk - 1) // chunk
         if window:
             begin = jnp.maximum(position - window + 1, 0) // chunk
-            carry = jax.lax.fori_loop(begin, last, turn(True), carry)  # type: ignore[arg-type]
+            carry = jax.lax.fori_loop(begin, last, turn(True), carry)
         else:
             # Chunks wholly before the first query need no mask.
             whole = (position + 1) // chunk
-            carry = jax.lax.fori_loop(0, whole, turn(False), carry)  # type: ignore[arg-type]
-            carry = jax.lax.fori_loop(whole, last, turn(True), carry)  # type: ignore[arg-type]
+            carry = jax.lax.fori_loop(0, whole, turn(False), carry)
+            carry = jax.lax.fori_loop(whole, last, turn(True), carry)
         _, total, acc = carry
         o = acc / jnp.maximum(total, 1e-30)[..., None]
         o = o.reshape(num_kv_heads, group, bq, dim).transpose(2, 0, 1, 3).reshape(bq, heads, dim)

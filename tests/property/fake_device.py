@@ -53,6 +53,7 @@ class FakeDevice:
     last_token: np.ndarray = field(init=False)
     computed: np.ndarray = field(init=False)
     kv: list[np.ndarray] = field(init=False)
+    writes: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -63,9 +64,16 @@ class FakeDevice:
         self.computed = np.full(slots, -1, np.int64)
         self.kv = [np.full((c.num_blocks, c.block_size), -1, np.int64) for _ in c.groups]
 
+    def lose(self, plan: StepPlan) -> None:
+        """As if the step had never run: what it wrote is garbage."""
+        for group, block, offset in self.writes[plan.step_id]:
+            self.kv[group][block, offset] = -1
+
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(set(plan.slots.tolist())) == plan.num_rows
+        self.written = self.writes[plan.step_id] = []
+        self.writes.pop(plan.step_id - 8, None)
         for request in plan.new_requests:
             self.last_token[request.slot] = self.computed[request.slot] = -7
         width = 1 + self.config.max_drafts
@@ -105,7 +113,7 @@ class FakeDevice:
 
     def _write(self, slot: int, position: int, token: int) -> None:
         size = self.config.block_size
-        for table, kv in zip(self.block_tables, self.kv, strict=True):
+        for group, (table, kv) in enumerate(zip(self.block_tables, self.kv, strict=True)):
             previous = 1
             if position:
                 block = table[slot, (position - 1) // size]
@@ -114,6 +122,7 @@ class FakeDevice:
             block = table[slot, position // size]
             assert block < self.config.num_blocks, "writes a block that is not there"
             kv[block, position % size] = entry(previous, token)
+            self.written.append((group, int(block), position % size))
 
     def _read(self, slot: int, position: int) -> int:
         size = self.config.block_size

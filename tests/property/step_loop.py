@@ -74,6 +74,8 @@ class Engine:
 
     def fault(self, kv_lost: bool) -> None:
         """Everything in flight is lost."""
+        for plan, _ in self.flight:
+            self.device.lose(plan)
         self.flight.clear()
         if kv_lost:
             self.device.reset()

@@ -177,3 +177,20 @@ def test_drafts_change_nothing_but_the_number_of_steps(wrong: int) -> None:
         engine.step()
     assert engine.seen == want
     assert (engine.steps < 20) == (wrong in (0, 3))
+
+
+@pytest.mark.parametrize("kv_lost", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 5, 9, 14])
+def test_a_fault_leaves_no_poisoned_prefix(kv_lost: bool, steps: int) -> None:
+    engine = Engine(config(block_size=2, max_num_batched_tokens=16), 2)
+    tokens = prompt(1, 40)
+    engine.add("before", tokens, 30)
+    for _ in range(steps):
+        engine.step()
+    engine.submit()
+    engine.fault(kv_lost)
+    assert engine.reasons == {"before": "abort"}
+    again = tokens + oracle(tokens, 30, [0], set())
+    engine.add("after", again, 5)
+    engine.run()
+    assert engine.seen["after"] == oracle(again, 5, [0], set())

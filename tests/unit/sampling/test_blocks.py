@@ -32,7 +32,10 @@ def test_top_k_is_exact_and_ordered_by_index_at_ties(vocab, k):
 def test_a_nan_shows_in_its_block_only():
     x = np.zeros((2, 192), np.float32)
     x[1, 70] = np.nan
-    assert np.isnan(blocks.block_max(jnp.asarray(x))).tolist() == [[False] * 3, [False, True, False]]
+    assert np.isnan(blocks.block_max(jnp.asarray(x))).tolist() == [
+        [False] * 3,
+        [False, True, False],
+    ]
 
 
 @pytest.mark.parametrize("width", [64, 128, 320, 1152])

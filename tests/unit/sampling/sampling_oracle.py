@@ -83,7 +83,9 @@ def _may_pick(weights, uniform):
     target = uniform * cumulative[-1]
     slack = SLACK * cumulative[-1]
     below = cumulative - weights
-    return np.flatnonzero((weights > 0) & (cumulative >= target - slack) & (below <= target + slack))
+    return np.flatnonzero(
+        (weights > 0) & (cumulative >= target - slack) & (below <= target + slack)
+    )
 
 
 def may_draw(x, temperature, top_k, top_p, min_p, uniforms):
@@ -99,8 +101,13 @@ def may_draw(x, temperature, top_k, top_p, min_p, uniforms):
         order = np.argsort(-z, kind="stable")[:CANDIDATES]
         filtered = 0 < top_k < len(x) or top_p < 1 or min_p > 0
         edge = z[order[-1]]
-        near = edge == -np.inf or width <= CANDIDATES or edge < z[: len(x)][keep].min()
-        if filtered and near:
+
+        def holds(kept_set, z=z, edge=edge):
+            return edge == -np.inf or width <= CANDIDATES or edge < z[: len(x)][kept_set].min()
+
+        # behind a top-k, top-p is only settled among the candidates when the top-k was
+        counted = holds(kept(x, temperature, top_k, 1.0, min_p)) or not 0 < top_k < len(x)
+        if filtered and counted and holds(keep):
             choices |= {int(order[i]) for i in _may_pick(mass[order], uniforms[1])}
         else:
             stride = next(s for s in (256, 128, 64) if width % s == 0)

@@ -1,0 +1,93 @@
+"""What this machine can do, measured in the same run as what is compared with it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of the machine: GFLOP/s of a large product by type, and GB/s of reading memory."""
+
+    name: str
+    cores: int
+    gflops_float32: float
+    gflops_bfloat16: float
+    gbytes: float
+    versions: dict[str, str]
+
+    @property
+    def gflops(self) -> float:
+        return max(self.gflops_float32, self.gflops_bfloat16)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(repeats: int = 8) -> Machine:
+    """Best of `repeats` runs each; takes about a second."""
+    import jax.numpy as jnp
+
+    return Machine(
+        name=_cpu_name(),
+        cores=os.cpu_count() or 1,
+        gflops_float32=_product_rate(jnp.float32, repeats),
+        gflops_bfloat16=_product_rate(jnp.bfloat16, repeats),
+        gbytes=_read_rate(repeats),
+        versions={name: version(name) for name in ("jaxengine", "jax", "jaxlib", "numpy")}
+        | {"python": platform.python_version()},
+    )
+
+
+def _product_rate(dtype: Any, repeats: int, size: int = 1024) -> float:
+    import jax
+    import jax.numpy as jnp
+
+    x, w = jnp.ones((size, size), dtype), jnp.ones((size, size), dtype)
+
+    @jax.jit
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(
+            x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+    product(x, w).block_until_ready()
+    best = _best(lambda: product(x, w).block_until_ready(), repeats)
+    return 2 * size**3 / best / 1e9
+
+
+def _read_rate(repeats: int, megabytes: int = 128) -> float:
+    cores = os.cpu_count() or 1
+    parts = [np.ones(megabytes * 2**18 // cores, np.float32) for _ in range(cores)]
+    with ThreadPoolExecutor(cores) as pool:
+        best = _best(lambda: list(pool.map(np.sum, parts)), repeats)
+    return sum(part.nbytes for part in parts) / best / 1e9
+
+
+def _best(run: Any, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    lines = info.read_text().splitlines()
+    name = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "?")
+    flags = next((x.split(":", 1)[1].split() for x in lines if x.startswith("flags")), [])
+    wide = [f for f in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if f in flags]
+    return f"{name} ({', '.join(wide)})"
