@@ -30,7 +30,7 @@ class ModelConfig:
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for at one position; -1 = the whole vocabulary."""
     generation_config: str = "auto"
-    """"auto" takes sampling defaults from the model's generation_config.json; "engine" ignores it."""
+    """auto: sampling defaults of the model's generation_config.json; engine: ours."""
     chat_template: str | None = None
     """File (or text) of a Jinja chat template that replaces the model's."""
     trust_request_chat_template: bool = False
@@ -46,7 +46,7 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     """Exact number of KV blocks, instead of what memory allows."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes for the KV pool; default: gpu_memory_utilization on GPU, enough for a few long sequences on CPU."""
+    """Bytes for the KV pool; default: gpu_memory_utilization on GPU, 384 MiB on CPU."""
     gpu_memory_utilization: float = 0.92
     """Share of device memory for weights, activations and KV."""
     enable_prefix_caching: bool = True

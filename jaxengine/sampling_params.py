@@ -1,4 +1,4 @@
-"""What a request asks of the sampler: names, defaults and rules are vLLM's (engine-behaviour 8.1)."""
+"""What a request asks of the sampler: names, defaults and rules are vLLM's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A `StepPlan` packed into one int32 blob of fixed shape: one transfer carries a whole step.
+"""A `StepPlan` packed into int32 blobs of fixed shape: one for the forward program, and a small
+one for the sampler.
 
-The layout is a function of the bucket alone, so that the device side can slice the blob
+The layout is a function of the bucket alone, so that the device side can slice the blobs
 statically. Packing is NumPy over rows and tokens; there is no Python loop over tokens.
 """
 
@@ -65,7 +66,7 @@ class BatchShape:
     num_blocks: int
 
 
-HEADER = ("num_tokens", "num_rows", "num_decode", "num_items", "want_prompt_logprobs")
+HEADER = ("num_tokens", "num_rows", "num_decode", "num_items")
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,28 @@ def layout_of(bucket: Bucket, shape: BatchShape) -> Layout:
         ("slots", (rows,)),
         ("seq_len", (rows,)),
         ("logits_index", (rows,)),
-        ("samples", (rows,)),
-        ("min_active", (rows,)),
-        ("sampling", (rows, len(SAMPLING_COLUMNS))),
         ("block_table", (shape.num_groups, rows, shape.table_width)),
     ]
     if not bucket.decode_only:
-        sizes += [("items", (max_items(bucket), 4)), ("targets", (tokens,))]
+        sizes.append(("items", (max_items(bucket), 4)))
+    return _layout(sizes)
+
+
+@functools.cache
+def rows_layout(rows: int) -> Layout:
+    """Sections of the sampler's blob for `rows` rows."""
+    return _layout(
+        [
+            ("slots", (rows,)),
+            ("seq_len", (rows,)),
+            ("samples", (rows,)),
+            ("min_active", (rows,)),
+            ("sampling", (rows, len(SAMPLING_COLUMNS))),
+        ]
+    )
+
+
+def _layout(sizes: list[tuple[str, tuple[int, ...]]]) -> Layout:
     sections, offset = {}, 0
     for name, dims in sizes:
         sections[name] = (offset, dims)
@@ -118,10 +134,9 @@ def pack(
     bucket: Bucket,
     shape: BatchShape,
     block_tables: Sequence[Int32],
-    sampling: NDArray[np.int32],
     num_slots: int,
 ) -> Int32:
-    """Pack a plan; `block_tables` and `sampling` are the per-slot tables.
+    """Pack a plan for the forward program; `block_tables` are the per-slot tables.
 
     Padding rows and tokens carry positive out-of-range indices (dropped on the device), all
     distinct where the device promises uniqueness.
@@ -130,9 +145,8 @@ def pack(
     blob = np.zeros(layout.size, np.int32)
     rows, tokens, num_decode = plan.num_rows, plan.num_tokens, plan.num_decode
     row_of = np.repeat(np.arange(rows), plan.num_new)
-    first = np.cumsum(plan.num_new) - plan.num_new
-    offset_in_row = np.arange(tokens) - first[row_of]
-    positions = plan.start[row_of] + offset_in_row
+    first = first_tokens(plan)
+    positions = plan.start[row_of] + np.arange(tokens) - first[row_of]
 
     view(blob, layout, "positions")[:tokens] = positions
     ids = view(blob, layout, "token_ids")
@@ -160,19 +174,34 @@ def pack(
     slots[rows:] = num_slots + np.arange(bucket.rows - rows)
     view(blob, layout, "seq_len")[:rows] = seq_len
     view(blob, layout, "logits_index")[:rows] = first + plan.num_new - 1
+    num_items = 0
+    if not bucket.decode_only:
+        items = _work_items(plan, first)
+        num_items = len(items)
+        view(blob, layout, "items")[:num_items] = items
+    view(blob, layout, "header")[:] = tokens, rows, num_decode, num_items
+    return blob
+
+
+def pack_rows(plan: StepPlan, num_rows: int, sampling: NDArray[np.int32], num_slots: int) -> Int32:
+    """Pack a plan's rows for a sampler of `num_rows`; `sampling` is the per-slot table."""
+    layout = rows_layout(num_rows)
+    blob = np.zeros(layout.size, np.int32)
+    rows = plan.num_rows
+    slots = view(blob, layout, "slots")
+    slots[:rows] = plan.slots
+    slots[rows:] = num_slots + np.arange(num_rows - rows)
+    view(blob, layout, "seq_len")[:rows] = plan.start + plan.num_new
     view(blob, layout, "samples")[:rows] = plan.samples
     record = view(blob, layout, "sampling")
     record[:rows] = sampling[plan.slots]
     view(blob, layout, "min_active")[:rows] = plan.num_output < record[:rows, COLUMN["min_tokens"]]
-
-    header = view(blob, layout, "header")
-    header[:4] = tokens, rows, num_decode, 0
-    if not bucket.decode_only:
-        items = _work_items(plan, first)
-        view(blob, layout, "items")[: len(items)] = items
-        header[3] = len(items)
-        header[4] = _pack_targets(plan, first, record, view(blob, layout, "targets"))
     return blob
+
+
+def first_tokens(plan: StepPlan) -> NDArray[np.int64]:
+    """[S] index in the batch of every row's first token."""
+    return np.cumsum(plan.num_new) - plan.num_new
 
 
 def _work_items(plan: StepPlan, first: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -186,19 +215,13 @@ def _work_items(plan: StepPlan, first: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([row, first[row] + offset, plan.start[row] + offset, left], axis=1)
 
 
-def _pack_targets(plan: StepPlan, first: NDArray[np.int64], record: Int32, targets: Int32) -> bool:
-    """Next prompt token of every token whose row wants prompt logprobs; others keep 0."""
-    wants = record[:, COLUMN["num_prompt_logprobs"]]
-    found = False
-    for row in range(plan.num_decode, plan.num_rows):
-        if wants[row] < 0 or int(plan.start[row]) + 1 >= plan.requests[row].num_prompt_tokens:
-            continue
-        count = prompt_targets(plan, row)
+def pack_targets(plan: StepPlan, tokens: int, rows: Sequence[tuple[int, int, int]]) -> Int32:
+    """[tokens] the next prompt token after every token of these (row, first token, count)."""
+    targets = np.zeros(tokens, np.int32)
+    for row, first, count in rows:
         begin = int(plan.start[row]) + 1
-        known = plan.requests[row].token_ids[begin : begin + count]
-        targets[first[row] : first[row] + count] = known
-        found = True
-    return found
+        targets[first : first + count] = plan.requests[row].token_ids[begin : begin + count]
+    return targets
 
 
 def prompt_targets(plan: StepPlan, row: int) -> int:

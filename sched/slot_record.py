@@ -18,7 +18,7 @@ MAX_BAD_WORDS = 64  # multi-token bad words of one request
 MAX_BAD_WORD_LEN = 16  # tokens of a bad word
 
 # Kinds of logit edit (the sampler's numbers).
-EDIT_NONE, EDIT_ADD, EDIT_BAN, EDIT_MIN_TOKENS = 0, 1, 2, 3
+EDIT_NONE, EDIT_ADD, EDIT_BAN, EDIT_MIN_TOKENS = 0, 1, 2, 4
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 from jaxengine.engine.client import EngineClient, EngineDeadError, EngineStartError
 from jaxengine.engine.messages import EngineOutputs, EngineReady, EngineStats
+from jaxengine.engine.stream import Kind, RequestStream
 from jaxengine.frontend.output_processor import OutputProcessor
-from jaxengine.frontend.outputs import RequestOutput, merge_deltas
+from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.frontend.processor import InputProcessor, ProcessedRequest, Prompt
 from jaxengine.frontend.validation import Limits
 from jaxengine.metrics.prometheus import Metrics
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["delta", "cumulative", "final"]
 _INLINE_CHARS = 20_000  # a longer prompt is tokenized in a thread, so that streams go on
 _INLINE_IDS = 100_000
 _CHUNK = 128  # outputs processed before other tasks get the event loop
@@ -35,6 +35,7 @@ __all__ = [
     "AsyncLLM",
     "EngineDeadError",
     "EngineStartError",
+    "Kind",
     "OverloadedError",
     "RequestStream",
     "ShuttingDownError",
@@ -53,70 +54,6 @@ class ShuttingDownError(RuntimeError):
 async def off_loop[T](size: int, work: Callable[[], T]) -> T:
     """Run `work` in a thread when `size` (characters) is big, else right here."""
     return await asyncio.to_thread(work) if size > _INLINE_CHARS else work()
-
-
-class RequestStream:
-    """The outputs of one admitted request: an async iterator with a single slot.
-
-    A slow consumer finds deltas merged, so memory stays bounded. Closing it early aborts the
-    request; `async with` does that.
-    """
-
-    def __init__(self, engine: AsyncLLM, request_id: str, internal_id: str, kind: Kind) -> None:
-        self.request_id = request_id
-        self.internal_id = internal_id
-        self.kind = kind
-        self.prompt_len = 0
-        self.child_ids: list[str] = []  # its sequences in the engine
-        self.started = False
-        self._engine = engine
-        self._slot: RequestOutput | None = None
-        self._error: Exception | None = None
-        self._event = asyncio.Event()
-        self._done = False
-
-    def put(self, output: RequestOutput) -> None:
-        if self._slot is not None and self.kind == "delta":
-            output = merge_deltas(self._slot, output)
-        self._slot = output
-        self._event.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._event.set()
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._done:
-            raise StopAsyncIteration
-        while self._slot is None:
-            if self._error is not None:
-                self._done = True
-                raise self._error
-            self._event.clear()
-            try:
-                await self._event.wait()
-            except asyncio.CancelledError:
-                self.close()
-                raise
-        output, self._slot = self._slot, None
-        if output.finished:
-            self._done = True
-        output.request_id = self.request_id
-        return output
-
-    def close(self) -> None:
-        """Abort unless finished. Idempotent."""
-        self._done = True
-        self._engine.drop(self.internal_id)
-
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
 
 
 class AsyncLLM:
@@ -252,7 +189,7 @@ class AsyncLLM:
         )
         self.check()  # it may have died or begun to close while a thread tokenized
         self._check_room(processed)
-        stream = RequestStream(self, request_id, internal_id, kind)
+        stream = RequestStream(self.drop, request_id, internal_id, kind)
         stream.prompt_len = len(processed.prompt_token_ids)
         stream.child_ids = [request.request_id for request in processed.requests]
         self._outputs.add(processed, kind)

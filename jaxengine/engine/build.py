@@ -17,11 +17,12 @@ from jaxengine.executor.inline import InlineExecutor
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.decoder import param_shapes
 from jaxengine.models.spec import DecoderSpec
-from jaxengine.runner.buckets import all_buckets, warmup_order
+from jaxengine.runner.buckets import all_buckets, row_buckets
+from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.runner.programs import SEED, Programs
+from jaxengine.runner.programs import Programs
 from jaxengine.runner.state import state_shapes
-from jaxengine.runner.step import StepConfig
+from jaxengine.runner.warmup import warmup_keys
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.config import GroupSpec, PlannerConfig
 from jaxengine.sched.slot_record import SlotShape
@@ -66,7 +67,8 @@ def build(config: EngineConfig) -> Built:
     slot_shape = SlotShape(planner.max_num_seqs, planner.max_model_len, spec.vocab_size)
     asked = config.model.max_logprobs
     num_logprobs = spec.vocab_size if asked < 0 else min(asked, spec.vocab_size)
-    step = StepConfig(spec, batch_shape, num_logprobs)
+    sizes = row_buckets(planner.max_num_seqs)
+    step = StepConfig(spec, batch_shape, num_logprobs, sizes)
     state = state_shapes(spec, batch_shape, slot_shape, kv_dtype)
     buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
     shapes = param_shapes(spec, kv_dtype)
@@ -75,16 +77,18 @@ def build(config: EngineConfig) -> Built:
     programs = Programs(step, shapes, state, slot_shape)
     warmup = _warmup(config.runner.warmup)
     if warmup != "lazy":
-        programs.start([*warmup_order(buckets), SEED])
+        programs.start(warmup_keys(buckets, sizes))
     try:
         params = load_params(files, spec, dtype, _put)
         if config.model.quantization == "int8":
             params = quantize_params(params)
         loaded = time.monotonic()
         runner = ModelRunner(params, state, programs, buckets)
-        executor = InlineExecutor(runner)
+        executor = InlineExecutor(runner, sizes)
         if warmup == "full":
             _wait_with_progress(programs)
+        elif warmup == "background":
+            programs.wait_in_background()
     except BaseException:
         programs.shutdown()
         raise

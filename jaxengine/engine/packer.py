@@ -18,7 +18,10 @@ from jaxengine.sched.batch import (
     SAMPLING_COLUMNS,
     BatchShape,
     Bucket,
+    first_tokens,
     pack,
+    pack_rows,
+    pack_targets,
     prompt_targets,
 )
 from jaxengine.sched.plan import Int32, StepPlan
@@ -70,25 +73,36 @@ class Packer:
         self,
         plan: StepPlan,
         block_tables: Sequence[Int32],
-        choose: Callable[[int, int, bool], Bucket],
+        choose: Callable[[int, int, bool], tuple[Bucket, int]],
     ) -> Batch:
-        """Pack for the bucket that `choose(tokens, rows, decode_only)` names."""
+        """Pack for the shapes that `choose(tokens, rows, decode_only)` names."""
         seeds = []
         for request in plan.new_requests:
             prepared: Prepared = request.params
             self._records[request.slot] = prepared.record
             if prepared.needs_slot_record:
                 seeds.append(self._slot_record(request))
-        bucket = choose(plan.num_tokens, plan.num_rows, plan.num_decode == plan.num_rows)
-        blob = pack(plan, bucket, self._shape, block_tables, self._records, self._slots.num_slots)
+        bucket, rows = choose(plan.num_tokens, plan.num_rows, plan.num_decode == plan.num_rows)
+        num_slots = self._slots.num_slots
         wants = self._records[plan.slots, COLUMN["num_logprobs"]] >= 0
-        return Batch(bucket, blob, plan.num_rows, seeds, bool(wants.any()), self._prompt_rows(plan))
+        prompt_rows = self._prompt_rows(plan)
+        return Batch(
+            bucket=bucket,
+            blob=pack(plan, bucket, self._shape, block_tables, num_slots),
+            sampler_rows=rows,
+            rows_blob=pack_rows(plan, rows, self._records, num_slots),
+            num_rows=plan.num_rows,
+            seeds=seeds,
+            want_logprobs=bool(wants.any()),
+            prompt_rows=prompt_rows,
+            prompt_targets=pack_targets(plan, bucket.tokens, prompt_rows) if prompt_rows else None,
+        )
 
     def _prompt_rows(self, plan: StepPlan) -> list[tuple[int, int, int]]:
         wants = self._records[plan.slots, COLUMN["num_prompt_logprobs"]] >= 0
         if not wants[plan.num_decode :].any():
             return []
-        first = np.cumsum(plan.num_new) - plan.num_new
+        first = first_tokens(plan)
         counts = [prompt_targets(plan, row) if wants[row] else 0 for row in range(plan.num_rows)]
         return [
             (row, int(first[row]), counts[row])

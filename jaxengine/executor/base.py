@@ -14,12 +14,15 @@ class Batch:
     """A packed plan: everything a device needs for one step, as plain data."""
 
     bucket: Bucket
-    blob: Int32  # layout of `jaxengine.sched.batch`
+    blob: Int32  # for the forward program; layouts in `jaxengine.sched.batch`
+    sampler_rows: int  # size of the sample program
+    rows_blob: Int32  # for the sample program
     num_rows: int
     seeds: list[Int32] = field(default_factory=list)  # slot records to write before the step
     want_logprobs: bool = False
-    # (row, first token, count) of rows that get prompt log-probabilities
+    # (row, first token, count) of rows that get prompt log-probabilities, and what to score
     prompt_rows: list[tuple[int, int, int]] = field(default_factory=list)
+    prompt_targets: Int32 | None = None
 
 
 class Executor(Protocol):
@@ -29,8 +32,8 @@ class Executor(Protocol):
     state is gone: `reset` rebuilds it (weights and programs stay).
     """
 
-    def choose(self, num_tokens: int, num_rows: int, decode_only: bool) -> Bucket:
-        """The compiled shape to pack such a plan for."""
+    def choose(self, num_tokens: int, num_rows: int, decode_only: bool) -> tuple[Bucket, int]:
+        """The compiled shapes to pack such a plan for: forward bucket and sampler rows."""
         ...
 
     def submit(self, batch: Batch) -> Any: ...

@@ -7,6 +7,7 @@ from typing import Any
 from jaxengine.executor.base import Batch
 from jaxengine.runner.buckets import choose
 from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepResult
 
@@ -14,23 +15,29 @@ from jaxengine.sched.plan import StepResult
 class InlineExecutor:
     """A `ModelRunner` behind the Executor protocol."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, row_sizes: tuple[int, ...]) -> None:
         self._runner = runner
+        self._row_sizes = row_sizes
 
-    def choose(self, num_tokens: int, num_rows: int, decode_only: bool) -> Bucket:
+    def choose(self, num_tokens: int, num_rows: int, decode_only: bool) -> tuple[Bucket, int]:
         """A larger shape that is compiled beats waiting; the right one compiles meanwhile."""
-        runner = self._runner
-        best = choose(runner.buckets, num_tokens, num_rows, decode_only)
+        buckets = self._runner.buckets
+        best = choose(buckets, num_tokens, num_rows, decode_only)
         if best is None:
             raise ValueError(f"no bucket holds {num_tokens} tokens in {num_rows} rows")
-        if runner.programs.ready(best):
-            return best
-        ready = [b for b in runner.buckets if runner.programs.ready(b)]
-        larger = choose(ready, num_tokens, num_rows, decode_only)
-        if larger is None:
-            return best
-        runner.programs.start([best])
-        return larger
+        if not self._ready("forward", best):
+            compiled = [b for b in buckets if self._ready("forward", b)]
+            larger = choose(compiled, num_tokens, num_rows, decode_only)
+            if larger is not None:
+                self._runner.programs.start([Key("forward", best)])
+                best = larger
+        if best.decode_only:
+            return best, best.rows
+        sizes = [n for n in self._row_sizes if n >= num_rows]
+        ready = [n for n in sizes if self._ready("sample", n)]
+        if ready and ready[0] != sizes[0]:
+            self._runner.programs.start([Key("sample", sizes[0])])
+        return best, (ready or sizes)[0]
 
     def submit(self, batch: Batch) -> Any:
         return self._runner.submit(batch)
@@ -54,3 +61,6 @@ class InlineExecutor:
 
     def shutdown(self) -> None:
         self._runner.programs.shutdown()
+
+    def _ready(self, kind: Any, size: Bucket | int) -> bool:
+        return self._runner.programs.ready(Key(kind, size))

@@ -153,7 +153,7 @@ def param_shapes(spec: DecoderSpec, dtype: Any) -> Params:
     if not spec.tie_embeddings:
         tree["head"] = (vocab, width)
     tree["layers"] = [dict(layer) for _ in range(spec.num_layers)]
-    return jax.tree.map(  # type: ignore[no-any-return]
+    return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype),
         tree,
         is_leaf=lambda node: isinstance(node, tuple),

@@ -1,4 +1,4 @@
-"""Which shapes are compiled, and which one a plan runs in."""
+"""Which shapes are compiled, and which ones a plan runs in."""
 
 from __future__ import annotations
 
@@ -12,21 +12,16 @@ def all_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
 
     Mixed programs have all rows, so they hold at least max_num_seqs tokens.
     """
-    decode = [Bucket(n, n, True) for n in _ladder(1, max_num_seqs)]
+    decode = [Bucket(n, n, True) for n in row_buckets(max_num_seqs)]
     smallest = max(min(SMALLEST_MIXED, max_num_batched_tokens), max_num_seqs)
     largest = max(max_num_batched_tokens, max_num_seqs)
     mixed = [Bucket(n, max_num_seqs, False) for n in _ladder(smallest, largest)]
     return decode + mixed
 
 
-def warmup_order(buckets: list[Bucket]) -> list[Bucket]:
-    """What the first requests need comes first: a short prompt and a lone decode."""
-    decode = [b for b in buckets if b.decode_only]
-    mixed = [b for b in buckets if not b.decode_only]
-    first = [mixed[0], decode[0]]
-    # Largest next: any batch fits it while its own bucket is still compiling.
-    order = [*first, decode[-1], mixed[-1], *decode, *mixed]
-    return list(dict.fromkeys(order))
+def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Rows of the decode and sample programs."""
+    return tuple(_ladder(1, max_num_seqs))
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""Compiled step programs: compiled ahead of time, once each, into the persistent cache.
+"""The compiled programs: compiled ahead of time, once each, into the persistent cache.
 
 Programs are dispatched as compiled executables, so a step can never trace or compile by
 accident; every compilation goes through here and is counted.
@@ -11,24 +11,33 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
+from jaxengine.models.decoder import KV
 from jaxengine.models.spec import Params
+from jaxengine.runner.forward import ForwardOutput, StepConfig, forward
+from jaxengine.runner.sampling_step import sample_rows, score_prompt
 from jaxengine.runner.state import DeviceState, SlotState, seed_slot
-from jaxengine.runner.step import StepConfig, step
-from jaxengine.sched.batch import Bucket, layout_of
+from jaxengine.sched.batch import Bucket, layout_of, rows_layout
 from jaxengine.sched.slot_record import SlotShape
 
 log = logging.getLogger(__name__)
 
-SEED = "seed"  # key of the slot seeding program
+
+class Key(NamedTuple):
+    """Names a program: the forward of a bucket, the sampler of so many rows (with a grammar mask
+    or without), the prompt scorer of so many tokens, the slot writer."""
+
+    kind: Literal["forward", "sample", "sample_masked", "score", "seed"]
+    size: Bucket | int = 0
 
 
 class Programs:
-    """Step programs by bucket, and the slot seeding program. Thread-safe.
+    """Programs by key. Thread-safe.
 
     `params` and `state` may be ShapeDtypeStructs: compiling needs no weights, so that programs
     compile while weights load.
@@ -47,19 +56,18 @@ class Programs:
         self._state = state
         self._slot_shape = slot_shape
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")
-        self._futures: dict[Bucket | str, Future[Any]] = {}
+        self._futures: dict[Key, Future[Any]] = {}
         self._lock = threading.Lock()
         self.num_compiled = 0
         self.compiled_after_warmup = 0
         self.warm = False
 
-    def start(self, keys: Sequence[Bucket | str]) -> None:
-        """Queue compilations, in this order; `warm` turns True when they are done."""
+    def start(self, keys: Sequence[Key]) -> None:
+        """Queue compilations, in this order."""
         with self._lock:
-            fresh = [key for key in keys if key not in self._futures]
-            for key in fresh:
-                self._futures[key] = self._pool.submit(self._compile, key)
-        self._pool.submit(self._check_warm, list(keys))
+            for key in keys:
+                if key not in self._futures:
+                    self._futures[key] = self._pool.submit(self._compile, key)
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Wait for all that was queued. Raises what a compilation raised."""
@@ -70,7 +78,11 @@ class Programs:
                 progress(done + 1, len(futures))
         self.warm = True
 
-    def get(self, key: Bucket | str) -> Callable[..., Any]:
+    def wait_in_background(self) -> None:
+        """`warm` turns True when all that is queued now is compiled."""
+        threading.Thread(target=self._wait_quietly, name="warm-up", daemon=True).start()
+
+    def get(self, key: Key) -> Callable[..., Any]:
         """The program. One that is still queued is compiled here and now instead."""
         with self._lock:
             future = self._futures.get(key)
@@ -89,41 +101,75 @@ class Programs:
                 raise
         return future.result()  # type: ignore[no-any-return]
 
-    def ready(self, key: Bucket | str) -> bool:
+    def ready(self, key: Key) -> bool:
         future = self._futures.get(key)
         return future is not None and future.done()
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _check_warm(self, keys: list[Bucket | str]) -> None:
-        # Runs last on one thread of the pool; the others may still be at work.
-        for key in keys:
-            self.get(key)
+    def _wait_quietly(self) -> None:
+        for key in list(self._futures):
+            try:
+                self._futures[key].exception()
+            except BaseException:  # noqa: BLE001 - cancelled: shut down, or compiled elsewhere
+                if self._futures[key].cancelled():
+                    return
+                self._futures[key].exception()
         self.warm = True
 
-    def _compile(self, key: Bucket | str) -> Any:
+    def _compile(self, key: Key) -> Any:
         started = time.monotonic()
-        compiled = self._step(key) if isinstance(key, Bucket) else self._seed()
+        compiled = self._lowered(key).compile()
         self.num_compiled += 1
         log.debug("compiled %s in %.2f s", key, time.monotonic() - started)
         return compiled
 
-    def _step(self, bucket: Bucket) -> Any:
-        config = self._config
+    def _lowered(self, key: Key) -> Any:
+        config, params, slots = self._config, self._params, self._state.slots
+        width = config.spec.hidden_size
+        if isinstance(key.size, Bucket):
+            bucket = key.size
 
-        def run(params: Params, state: DeviceState, blob: jax.Array) -> Any:
-            return step(config, bucket, params, state, blob)
+            def run_forward(
+                params: Params, kv: KV, last_token: Array, blob: Array
+            ) -> tuple[KV, ForwardOutput]:
+                return forward(config, bucket, params, kv, last_token, blob)
 
-        blob = jax.ShapeDtypeStruct((layout_of(bucket, config.shape).size,), jnp.int32)
-        jitted = jax.jit(run, donate_argnums=1)
-        return jitted.lower(self._params, self._state, blob).compile()
+            blob = _ints(layout_of(bucket, config.shape).size)
+            jitted = jax.jit(run_forward, donate_argnums=1)
+            return jitted.lower(params, self._state.kv, slots.last_token, blob)
+        if key.kind == "seed":
+            shape = self._slot_shape
 
-    def _seed(self) -> Any:
-        shape = self._slot_shape
+            def run_seed(slots: SlotState, blob: Array) -> SlotState:
+                return seed_slot(shape, slots, blob)
 
-        def run(slots: SlotState, blob: jax.Array) -> SlotState:
-            return seed_slot(shape, slots, blob)
+            return jax.jit(run_seed, donate_argnums=0).lower(slots, _ints(shape.blob_size))
+        size = key.size
+        head = head_params(params)
+        hidden = jax.ShapeDtypeStruct((size, width), jnp.float32)
+        if key.kind == "score":
 
-        blob = jax.ShapeDtypeStruct((shape.blob_size,), jnp.int32)
-        return jax.jit(run, donate_argnums=0).lower(self._state.slots, blob).compile()
+            def run_score(params: Params, hidden: Array, targets: Array) -> Array:
+                return score_prompt(config, params, hidden, targets)
+
+            return jax.jit(run_score).lower(head, hidden, _ints(size))
+
+        def run_sample(
+            params: Params, slots: SlotState, hidden: Array, blob: Array, mask: Array | None = None
+        ) -> tuple[SlotState, Array]:
+            return sample_rows(config, size, params, slots, hidden, blob, mask)
+
+        masks = [_ints(size, -(-config.spec.vocab_size // 32))] if key.kind != "sample" else []
+        jitted_sample = jax.jit(run_sample, donate_argnums=1)
+        return jitted_sample.lower(head, slots, hidden, _ints(rows_layout(size).size), *masks)
+
+
+def head_params(params: Params) -> Params:
+    """The leaves that the output head reads."""
+    return {name: params[name] for name in ("head", "embed") if name in params}
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

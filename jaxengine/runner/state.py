@@ -51,7 +51,7 @@ def state_shapes(
 
 def new_state(shapes: DeviceState) -> DeviceState:
     """Zeroed device state."""
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # type: ignore[no-any-return]
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def seed_slot(shape: SlotShape, slots: SlotState, blob: Int[Array, "n"]) -> SlotState:

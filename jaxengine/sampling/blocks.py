@@ -64,30 +64,23 @@ def stride_of(width: int) -> int:
     return next(r for r in (256, 128, 64) if width % r == 0)
 
 
-def _fold(x: Array, parts: int) -> Array:
-    """[S, n * parts] -> [S, n]: `parts` (a power of two) contiguous slices added as a tree.
-
-    Elementwise additions in a fixed order: a reduction's order may change with the number of
-    rows. The barrier keeps what makes x from being computed again in every slice.
-    """
-    x = lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
-    width = x.shape[1] // parts
-    slices = [x[:, i * width : (i + 1) * width] for i in range(parts)]
-    while len(slices) > 1:
-        slices = [a + b for a, b in zip(slices[::2], slices[1::2], strict=True)]
-    return slices[0]
-
-
 def strided_sums(x: Array) -> Array:
     """[S, V'] -> [S, n] sums of the strided blocks."""
-    return _fold(_fold(x, 16), stride_of(x.shape[1]) // 16)
+    parts = stride_of(x.shape[1])
+    # The barrier keeps what makes x out of the reduction.
+    return lax.optimization_barrier(x).reshape(x.shape[0], parts, -1).sum(1)
 
 
 def row_sum(x: Array) -> Array:
     """[S, n] -> [S]."""
-    while x.shape[1] > 1:
-        x = _fold(jnp.pad(x, ((0, 0), (0, -x.shape[1] % 16))), 16)
-    return x[:, 0]
+    return lax.optimization_barrier(x).sum(-1)
+
+
+def running_sum(x: Array) -> Array:
+    """[S, n] -> [S, n] cumulative sums of short rows, as one small product (XLA:CPU's cumsum
+    compiles to a chain of window reductions)."""
+    lower = jnp.tri(x.shape[1], dtype=x.dtype)
+    return lax.dot_general(x, lower, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def pick(weights: Array, uniform: Array) -> Array:
@@ -96,7 +89,7 @@ def pick(weights: Array, uniform: Array) -> Array:
     Never an index of weight 0, whatever the rounding of the cumulative sum.
     """
     count = weights.shape[1]
-    sums = jnp.cumsum(weights, -1)
+    sums = running_sum(weights)
     target = uniform * sums[:, -1]
     positive = weights > 0
     first = _first(positive & (sums >= target[:, None]))

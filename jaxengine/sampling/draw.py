@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxengine.sampling.blocks import pick, row_sum, stride_of, strided_sums, top_k
+from jaxengine.sampling.blocks import pick, row_sum, running_sum, stride_of, strided_sums, top_k
 from jaxengine.sampling.inputs import SamplingInputs
 from jaxengine.sampling.keys import uniforms
 
@@ -166,7 +166,7 @@ def draw(
     masses = lax.cond((sampling & ~inside).any(), masses_of_all, lambda: jnp.zeros((count, blocks)))
 
     # top-p among the candidates; behind a top-k only when that was settled there too
-    sums = jnp.cumsum(kept, -1)
+    sums = running_sum(kept)
     whole = jnp.where(inside, sums[:, -1], row_sum(masses))
     reached = sums >= (inputs.top_p * whole)[:, None]
     nucleus = jnp.where(reached, z, -jnp.inf).max(-1)

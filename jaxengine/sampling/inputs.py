@@ -57,6 +57,8 @@ class SamplingInputs(NamedTuple):
     bad_row: Int32[Array, " B"]
     bad_prefix: Int32[Array, "B W"]
     bad_last: Int32[Array, " B"]
+    # `allow_mask[slot[s]]` says what an `allow_row` row may sample, instead of EDIT_ALLOW edits
+    allow_mask: Int32[Array, "N M"] | None = None
     grammar: Int32[Array, "S M"] | None = None  # M = ceil(V / 32); bit 1 = legal; -1 = all legal
 
 

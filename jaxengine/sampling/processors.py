@@ -31,7 +31,7 @@ def apply_grammar(logits: Array, bitmask: Array) -> Array:
 
 
 def _bad_word_hits(inputs: SamplingInputs) -> Array:
-    """[B] the history of the bad word's row ends with the word's prefix."""
+    """[B] the output of the bad word's row ends with the word's prefix."""
     rows = inputs.valid.shape[0]
     row = jnp.minimum(inputs.bad_row, rows - 1)
     length = (inputs.bad_prefix >= 0).sum(-1)
@@ -39,7 +39,7 @@ def _bad_word_hits(inputs: SamplingInputs) -> Array:
     offset = jnp.arange(inputs.bad_prefix.shape[1])
     past = inputs.history.at[inputs.slot[row][:, None], start[:, None] + offset].get(mode="clip")
     same = (past == inputs.bad_prefix) | (inputs.bad_prefix < 0)
-    return same.all(-1) & (start >= 0) & (inputs.bad_row < rows)
+    return same.all(-1) & (start >= inputs.num_prompt[row]) & (inputs.bad_row < rows)
 
 
 def _apply_edits(logits: Array, inputs: SamplingInputs, vocab: int) -> Array:
@@ -50,10 +50,14 @@ def _apply_edits(logits: Array, inputs: SamplingInputs, vocab: int) -> Array:
         return jnp.where(ok, row, rows)  # out of range: dropped
 
     row, token, kind = inputs.edit_row, inputs.edit_token, inputs.edit_kind
-    out = jnp.where(inputs.allow_row[:, None], -jnp.inf, logits)
-    allow = rows_where(kind == EDIT_ALLOW, row, token)
-    kept = logits.at[allow, token].get(mode="fill", fill_value=-jnp.inf)
-    out = out.at[allow, token].set(kept, mode="drop")
+    if inputs.allow_mask is not None:
+        mask = inputs.allow_mask.at[inputs.slot].get(mode="fill", fill_value=-1)
+        out = apply_grammar(logits, jnp.where(inputs.allow_row[:, None], mask, -1))
+    else:
+        out = jnp.where(inputs.allow_row[:, None], -jnp.inf, logits)
+        allow = rows_where(kind == EDIT_ALLOW, row, token)
+        kept = logits.at[allow, token].get(mode="fill", fill_value=-jnp.inf)
+        out = out.at[allow, token].set(kept, mode="drop")
 
     bans = rows_where(_bad_word_hits(inputs), inputs.bad_row, inputs.bad_last)
     adds = rows_where((kind == EDIT_ADD) | (kind == EDIT_BAN), row, token)

@@ -32,9 +32,10 @@ def processed(logits, inputs, row):
         allowed = [t for t, k, _ in edits if k == EDIT_ALLOW]
         x[[t for t in range(vocab) if t not in allowed]] = -np.inf
     history = inputs.history[inputs.slot[row], : inputs.num_tokens[row]].tolist()
+    said = history[inputs.num_prompt[row] :]  # bad words are words of the output
     for r, prefix, last in zip(inputs.bad_row, inputs.bad_prefix, inputs.bad_last, strict=True):
         word = [t for t in prefix.tolist() if t >= 0]
-        if r == row and len(word) <= len(history) and history[len(history) - len(word) :] == word:
+        if r == row and len(word) <= len(said) and said[len(said) - len(word) :] == word:
             x[last] = -np.inf
     for token, kind, value in edits:
         if kind == EDIT_BAN:

@@ -1,0 +1,78 @@
+"""The first half of a step: the model over the packed tokens, up to the rows' hidden states.
+
+A step is two programs dispatched back to back, `forward` and `sample`. Nothing of the host comes
+between them; they are apart because a sampler per token bucket would double what has to be
+compiled, because a prefill of one prompt then pays for one row of the head instead of all, and
+because a grammar's mask can be worked out while the forward runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxengine.models.decoder import KV, AttentionPlan, decode
+from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.sched.batch import HEADER, BatchShape, Bucket, Layout, layout_of
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What the programs are specialised on, beside their buckets."""
+
+    spec: DecoderSpec
+    shape: BatchShape
+    num_logprobs: int  # K
+    row_buckets: tuple[int, ...]  # sizes of the sample programs, ascending
+
+
+class ForwardOutput(NamedTuple):
+    """`rows[b]` are the first b rows' hidden states, for every size b a sampler may have (the
+    caller takes the one it needs); `hidden` are all tokens' (mixed programs only)."""
+
+    rows: dict[int, Float[Array, "b D"]]
+    hidden: Float[Array, "T D"] | None
+
+
+def forward(
+    config: StepConfig,
+    bucket: Bucket,
+    params: Params,
+    kv: KV,
+    last_token: Int[Array, "R"],
+    blob: Int[Array, "B"],
+) -> tuple[KV, ForwardOutput]:
+    """Run one packed batch (`jaxengine.sched.batch`). `kv` is donated."""
+    part = sections(layout_of(bucket, config.shape), blob)
+    header = dict(zip(HEADER, part["header"], strict=True))
+    rows = part["slots"].shape[0]
+    # Decode rows are the first tokens; their input is the last token of their slot.
+    last = last_token.at[part["slots"]].get(mode="fill", fill_value=0)
+    ids = part["token_ids"]
+    ids = ids.at[:rows].set(jnp.where(jnp.arange(rows) < header["num_decode"], last, ids[:rows]))
+    plan = AttentionPlan(
+        positions=part["positions"],
+        kv_slot=part["kv_slot"],
+        block_table=part["block_table"],
+        seq_len=part["seq_len"],
+        num_decode=header["num_decode"],
+        items=part.get("items"),
+        num_items=header["num_items"],
+    )
+    hidden, kv = decode(config.spec, params, kv, ids, plan)
+    picked = hidden[part["logits_index"]]
+    sizes = (rows,) if bucket.decode_only else config.row_buckets
+    out = {size: picked[:size] for size in sizes}
+    return kv, ForwardOutput(out, None if bucket.decode_only else hidden)
+
+
+def sections(layout: Layout, blob: Int[Array, "B"]) -> dict[str, Array]:
+    """The blob's sections, as static slices."""
+    return {
+        name: blob[offset : offset + int(np.prod(dims))].reshape(dims)
+        for name, (offset, dims) in layout.sections.items()
+    }

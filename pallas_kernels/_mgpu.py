@@ -1,0 +1,125 @@
+"""The one module that names Mosaic GPU, so that an API change has one place to be fixed.
+
+Works with jax 0.11.2 and 0.12. Kernels take `interpret` and `num_sms` as arguments: importing
+this module asks for no device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = math.log2(math.e)
+SMEM_LIMIT = 232448  # bytes of shared memory one CTA of sm_90 can have
+REGISTER_LIMIT = 255
+
+kernel = plgpu.kernel
+Barrier = plgpu.Barrier
+SMEM = plgpu.SMEM
+GMEM = plgpu.GMEM
+ACC = plgpu.ACC
+Layout = plgpu.Layout
+CompilerParams = plgpu.CompilerParams
+TilingTransform = plgpu.TilingTransform
+SwizzleTransform = plgpu.SwizzleTransform
+barrier_arrive = plgpu.barrier_arrive
+barrier_wait = plgpu.barrier_wait
+broadcasted_iota = plgpu.broadcasted_iota
+commit_smem = plgpu.commit_smem
+copy_gmem_to_smem = plgpu.copy_gmem_to_smem
+copy_smem_to_gmem = plgpu.copy_smem_to_gmem
+layout_cast = plgpu.layout_cast
+load = plgpu.load
+set_max_registers = plgpu.set_max_registers
+wait_smem_to_gmem = plgpu.wait_smem_to_gmem
+wgmma = plgpu.wgmma
+wgmma_wait = plgpu.wgmma_wait
+ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a WGMMA tile
+
+
+def matrix_transforms(width: int, dtype: Any) -> tuple[Any, ...]:
+    """Tiling and swizzle of a shared-memory matrix with `width` elements a row.
+
+    Raises ValueError when a row is no multiple of 16 bytes.
+    """
+    bits = jnp.dtype(dtype).itemsize * 8
+    swizzle = plgpu.find_swizzle(width * bits, "matrix")
+    return (
+        plgpu.TilingTransform((8, swizzle * 8 // bits)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+
+
+def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared-memory buffer of matrices in the layout that TMA writes and WGMMA reads."""
+    return plgpu.SMEM(shape, dtype, transforms=matrix_transforms(shape[-1], dtype))
+
+
+def interpret_params(detect_races: bool = False) -> Any:
+    """`interpret=` argument that simulates the kernel on CPU."""
+    return plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
+
+
+def races_found() -> bool:
+    """True if the last interpreted kernel with race detection had a data race."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return bool(interpret_pallas_call.get_races().races_found)
+
+
+def reset_interpreter() -> None:
+    """Clears the interpreter's state, as needed after an exception inside it."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def full(shape: tuple[int, ...], value: float, layout: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """A register array of one value."""
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def rows_to_tile(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Repeats one value a row along the tile's columns."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def matmul(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
+    """a @ b in float32; both operands lie in shared memory and may be reused on return."""
+
+    def scope(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, a, b)
+        return acc_ref[...]
+
+    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+
+
+def accumulate(
+    acc: jax.Array, a: jax.Array, b: Any, stage: Any, interpret: bool
+) -> jax.Array:
+    """acc + a @ b with `a` in registers; `b` may be reused on return.
+
+    The interpreter knows neither register operands nor accumulators that start from a value, so
+    there the product goes through the shared buffer `stage`.
+    """
+    if interpret:
+        stage[...] = a
+        plgpu.commit_smem()
+        return acc + matmul(stage, b, (acc.shape[0], acc.shape[1]))
+
+    def scope(acc_ref: Any) -> None:
+        plgpu.wgmma(acc_ref, a, b)
+
+    return pl.run_state(scope)(plgpu.ACC.init(acc))
+
+
+def loop(count: Any, body: Callable[[Any, Any], Any], carry: Any, start: Any = 0) -> Any:
+    """`fori_loop` with int32 bounds, the index type the kernels' scalars have."""
+    return lax.fori_loop(jnp.int32(start), jnp.int32(count), body, carry)
