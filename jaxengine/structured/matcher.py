@@ -81,8 +81,10 @@ class Matcher:
         """Advance. False when a token is not allowed: from then on no token is."""
         inner = self._working()
         text, end = self._split(token_ids)
-        if inner is None or (self._ended and token_ids):
-            return self._fail(f"tokens {list(token_ids)} after the end")
+        if not token_ids:
+            return not self._broken
+        if inner is None or self._ended:
+            return self._fail(f"tokens {list(token_ids)} cannot follow")
         if text and not (self._known(text) and inner.try_consume_tokens(text) == len(text)):
             return self._fail(f"tokens {text} are not allowed")
         if end:
@@ -145,9 +147,16 @@ class Matcher:
         if not direct:
             shared = min(words, row.size)
             row[:shared] = target[:shared]
-        self._finish_row(row)
+        self.finish_row(row)
 
-    def _finish_row(self, row: Int32) -> None:
+    def batchable(self, words: int) -> llguidance.LLMatcher | None:
+        """The library's matcher if it can write a mask of `words` words itself (`fill_bitmasks`;
+        `finish_row` must follow)."""
+        inner = None if self._ended else self._working()
+        fits = self._compiled is not None and -(-self._compiled.num_ids // 32) == words
+        return inner if fits else None
+
+    def finish_row(self, row: Int32) -> None:
         """The library's mask in `row` becomes ours: its end tokens out, the request's in."""
         inner = self._working()
         if inner is None or self._compiled is None:
@@ -198,7 +207,7 @@ def fill_bitmasks(matchers: Sequence[Matcher | None], out: Int32) -> None:
         if matcher is None:
             out[i] = -1
             continue
-        inner = matcher.library_matcher(out.shape[1])
+        inner = matcher.batchable(out.shape[1])
         if inner is None:
             matcher.fill_bitmask(out[i])
         else:

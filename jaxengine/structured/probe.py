@@ -13,12 +13,13 @@ import json
 import resource
 import signal
 import sys
+from typing import Any
 
 import llguidance
 
 MEMORY_BYTES = 4 << 30
 BYTES = 256
-JSON_OPTIONS: dict[str, object] = {
+JSON_OPTIONS: Any = {
     # No whitespace: unlimited runs of it are legal JSON, and models get stuck in them.
     "whitespace_flexible": False,
     "lenient": False,
@@ -44,7 +45,7 @@ def limits() -> llguidance.LLParserLimits:
     return llguidance.LLParserLimits(verbose_errors=False)
 
 
-def to_grammar(kind: str, text: str) -> str:
+def to_grammar(kind: Any, text: str) -> str:
     """The library's form of a spec. Raises ValueError."""
     if kind == "json":
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
@@ -69,7 +70,8 @@ def build(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> dict[str, 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = llguidance.LLTokenizer(ByteTokenizer(), eos_token=[BYTES])
+    small: Any = ByteTokenizer()
+    tokenizer = llguidance.LLTokenizer(small, eos_token=[BYTES])
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])

@@ -52,7 +52,9 @@ class Sandbox:
         self._give(child)
         answer = json.loads(reply)
         if "error" in answer:
-            raise GrammarError(f"{spec.field} cannot be enforced: {first_sentence(answer['error'])}")
+            raise GrammarError(
+                f"{spec.field} cannot be enforced: {first_sentence(answer['error'])}"
+            )
         grammar: str = answer["grammar"]
         return grammar
 

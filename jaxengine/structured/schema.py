@@ -19,7 +19,6 @@ _IN_PLACE = ("allOf", "anyOf", "oneOf")  # apply to the same value: they consume
 _LISTS = (*_IN_PLACE, "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SINGLE = ("additionalProperties", "items", "additionalItems")
-_SCALARS = {"string", "number", "integer", "boolean", "null"}
 # x-guidance would let a request switch the checks of the grammar library off; the others are
 # assertions of old drafts that it does not know.
 _REFUSED = ("x-guidance", "disallow", "extends", "divisibleBy")
@@ -126,13 +125,11 @@ def _check_keywords(node: dict[str, Any], is_root: bool) -> None:
             raise _BadSchema("has an 'enum' or 'const' with a control character")
     least = node.get("minProperties", 0)
     required = node.get("required")
-    closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     certain = len(set(map(str, required))) if isinstance(required, list) else 0
-    if isinstance(least, int | float) and least > max(1, certain) and not closed:
-        # free keys may repeat, and a repeated key counts once
+    if isinstance(least, int | float) and least > max(1, certain):
+        # free names may repeat, and a repeated name counts once
         raise _BadSchema(
-            "uses 'minProperties' above the number of required properties, which is not supported "
-            "unless additionalProperties is false"
+            "uses 'minProperties' above the number of required properties, which is not supported"
         )
 
 
@@ -247,7 +244,7 @@ def _ends(root: dict[str, Any], node: dict[str, Any], ends: Callable[[object], b
             return False
     kind = node.get("type")
     kinds = {kind} if isinstance(kind, str) else set(map(str, _as_list(kind)))
-    if "const" in node or "enum" in node or not kinds or kinds & _SCALARS:
+    if "const" in node or "enum" in node or not kinds or kinds - {"object", "array"}:
         return True
     return ("object" in kinds and _object_ends(node, ends)) or (
         "array" in kinds and _array_ends(node, ends)

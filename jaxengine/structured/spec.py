@@ -96,7 +96,7 @@ def check_structured(
         return Spec("regex", _text(params.regex, name, MAX_REGEX), name)
     if params.choice is not None:
         return Spec("choice", _choices(params.choice, name), name)
-    return Spec("grammar", _text(params.grammar, name, MAX_GRAMMAR), name)
+    return Spec("grammar", _text(params.grammar, name, MAX_GRAMMAR, blank_counts=False), name)
 
 
 def _choices(value: Any, name: str) -> str:
@@ -112,10 +112,10 @@ def _choices(value: Any, name: str) -> str:
     return json.dumps(list(dict.fromkeys(choices)), ensure_ascii=False)
 
 
-def _text(value: object, name: str, limit: int) -> str:
+def _text(value: object, name: str, limit: int, blank_counts: bool = True) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a string, got {_show(value)}")
-    if not value.strip(" \t\r\n" if limit != MAX_CHOICE_CHARS else ""):
+    if not (value if blank_counts else value.strip()):
         raise ValueError(f"{name} must not be empty")
     if "\0" in value:
         raise ValueError(f"{name} must not hold a NUL character")

@@ -10,6 +10,7 @@ them.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,6 +24,17 @@ from jaxengine.pallas_kernels.paged_attention import plan as pn
 from jaxengine.pallas_kernels.paged_attention.config import AttentionConfig
 
 NEG = -math.inf
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One lane's barriers of a ring of buffers."""
+
+    barriers: Any
+    offset: Any
+
+    def at(self, slot: Any) -> Any:
+        return self.barriers.at[self.offset + slot]
 
 
 def attend(
@@ -50,22 +62,31 @@ def attend(
     num_tiles, kv_heads, rows, dim = q.shape
     page = kv_cache.shape[3]
     block_kv, stages, wgs = config.block_kv, config.stages, config.compute_wgs
+    lanes = config.lanes
     fp8 = jnp.dtype(kv_cache.dtype).itemsize == 1
-    pages = block_kv // page
+    pages = max(1, block_kv // page)  # TMA copies a block
+    piece = min(page, block_kv)  # tokens a copy
     num_ctas = ctas.shape[0]
     simulated = interpret is not None
 
-    def body(*refs: Any) -> None:
+    def paged_attention(*refs: Any) -> None:
         refs = list(refs)
         q_ref, kv_ref, tiles_ref, ctas_ref, table_ref = refs[:5]
         del refs[:5]
         sinks_ref = refs.pop(0) if sinks is not None else None
         scales_ref = refs.pop(0) if kv_scales is not None else None
         out_ref, part_o, part_ml = refs[:3]
-        q_smem, o_smem, k_smem, v_smem, wide, p_smem, bars, tail_bar = refs[3:]
-        q_full, q_empty, k_full, v_full, k_empty, v_empty = bars
-        cta = lax.axis_index("cta")
-        wg = lax.axis_index("wg")
+        thread = lax.axis_index("wg")
+        loads = thread >= lanes * wgs
+        # Lanes share an SM but nothing else: each has its loader, buffers, barriers and work.
+        lane = jnp.where(loads, thread - lanes * wgs, lax.div(thread, jnp.int32(wgs)))
+        wg = lax.rem(thread, jnp.int32(wgs))
+        cta = lax.axis_index("sm") * lanes + lane
+        q_smem, o_smem, k_smem, v_smem, wide_k, wide_v, p_smem = (
+            None if r is None else r.at[lane] for r in refs[3:10]
+        )
+        q_full, q_empty, tail_bar = (None if r is None else r.at[lane] for r in refs[10:13])
+        k_full, v_full, k_empty, v_empty = (Ring(r, lane * stages) for r in refs[13:])
         low, high = ctas_ref[cta, pn.LOW], ctas_ref[cta, pn.HIGH]
         first_run, num_runs = ctas_ref[cta, pn.FIRST_RUN], ctas_ref[cta, pn.NUM_RUNS]
 
@@ -82,10 +103,10 @@ def attend(
             first, last = base + jnp.maximum(begin - 1, 0), base + jnp.maximum(end - 1, 0)
             return tile, head, first, last, begin == 0, end == units
 
-        @pl.when(wg < wgs)
+        @pl.when(jnp.logical_not(loads))
         def _compute() -> None:
-            if wgs > 1:
-                mg.set_max_registers(232 if wgs == 2 else 160, action="increase")
+            if lanes * wgs > 1:
+                mg.set_max_registers(208 if lanes == 2 else 232, action="increase")
             my_rows = pl.ds(wg * 64, 64)
 
             def run(i: Any, done: Any) -> Any:
@@ -112,16 +133,19 @@ def attend(
                     def step(block: Any, carry: Any) -> Any:
                         top, total, acc = carry
                         slot = lax.rem(done + block - first, jnp.int32(stages))
-                        mg.barrier_wait(k_full.at[slot])
+                        if masked:  # before the scores take registers
+                            value = values(slot)
+                            clear_tail(value, block)
+                        mg.barrier_wait(k_full.at(slot))
                         if fp8:
-                            widen(k_smem.at[slot], wide.at[0])
-                            mg.barrier_arrive(k_empty.at[slot])
-                            key = wide.at[0]
+                            widen(k_smem.at[slot], wide_k)
+                            mg.barrier_arrive(k_empty.at(slot))
+                            key = wide_k
                         else:
                             key = k_smem.at[slot]
                         s = mg.matmul(q_smem.at[wg], key.T, (64, block_kv))
                         if not fp8:
-                            mg.barrier_arrive(k_empty.at[slot])
+                            mg.barrier_arrive(k_empty.at(slot))
                         if soft_cap:
                             capped = jnp.tanh(s * (factor / jnp.float32(soft_cap * mg.LOG2E)))
                             s = capped * jnp.float32(soft_cap * mg.LOG2E)
@@ -139,22 +163,23 @@ def attend(
                         total = total * keep + p.sum(axis=1)
                         acc = acc * mg.rows_to_tile(keep, (64, dim))
                         p = p.astype(q.dtype)
-                        mg.barrier_wait(v_full.at[slot])
-                        if fp8:
-                            widen(v_smem.at[slot], wide.at[1])
-                            mg.barrier_arrive(v_empty.at[slot])
-                            value = wide.at[1]
-                        else:
-                            value = v_smem.at[slot]
-                        if masked:
-                            clear_tail(value, block)
+                        if not masked:
+                            value = values(slot)
                         stage = None if p_smem is None else p_smem.at[wg]
                         acc = mg.accumulate(acc, p, value, stage, simulated)
                         if not fp8:
-                            mg.barrier_arrive(v_empty.at[slot])
+                            mg.barrier_arrive(v_empty.at(slot))
                         return new_top, total, acc
 
                     return step
+
+                def values(slot: Any) -> Any:
+                    mg.barrier_wait(v_full.at(slot))
+                    if not fp8:
+                        return v_smem.at[slot]
+                    widen(v_smem.at[slot], wide_v)
+                    mg.barrier_arrive(v_empty.at(slot))
+                    return wide_v
 
                 def seen(block: Any) -> Any:
                     shape = (64, block_kv)
@@ -168,6 +193,15 @@ def attend(
                         mask = mask & (at > of - window)
                     return mask
 
+                def clear(piece: Any, first_token: Any) -> None:
+                    layout, width = mg.Layout.WGMMA, 64 if dim % 64 == 0 else dim
+                    at = mg.broadcasted_iota(jnp.int32, (64, width), 0, layout=layout)
+                    at = at + first_token
+                    for column in range(0, dim, width):
+                        part = piece.at[:, pl.ds(column, width)]
+                        old = mg.load(part, layout=layout, optimized=False)
+                        part[...] = jnp.where(at < kv_end, old, jnp.zeros(at.shape, old.dtype))
+
                 def clear_tail(value: Any, block: Any) -> None:
                     """Zero the slots after the last key: they may hold NaN, and 0 * NaN is NaN."""
 
@@ -177,14 +211,7 @@ def attend(
 
                             @pl.when(wg == part % wgs)
                             def _(part: int = part) -> None:
-                                rows = value.at[pl.ds(part * 64, 64)]
-                                old = mg.load(rows, layout=mg.Layout.WGMMA, optimized=False)
-                                at = mg.broadcasted_iota(
-                                    jnp.int32, (64, dim), 0, layout=mg.Layout.WGMMA
-                                )
-                                at = at + (block * block_kv + part * 64)
-                                zero = jnp.zeros((64, dim), old.dtype)
-                                rows[...] = jnp.where(at < kv_end, old, zero)
+                                clear(value.at[pl.ds(part * 64, 64)], block * block_kv + part * 64)
 
                         mg.commit_smem()
                         if tail_bar is not None:
@@ -228,9 +255,10 @@ def attend(
             lax.fori_loop(0, num_runs, run, jnp.int32(0))
             mg.wait_smem_to_gmem(0)
 
-        @pl.when(wg == wgs)
+        @pl.when(loads)
         def _load() -> None:
-            mg.set_max_registers(40, action="decrease")
+            if lanes * wgs > 1:
+                mg.set_max_registers(48 if lanes == 2 else 40, action="decrease")
 
             def run(i: Any, done: Any) -> Any:
                 tile, head, first, last, _, _ = item(i)
@@ -258,14 +286,16 @@ def attend(
 
                         @pl.when(count >= stages)
                         def _(empty: Any = empty) -> None:
-                            mg.barrier_wait(empty.at[slot])
+                            mg.barrier_wait(empty.at(slot))
 
                         for p in range(pages):
-                            at = jnp.minimum(block * pages + p, last_page)
+                            at = lax.div(block * block_kv, jnp.int32(page)) + p
+                            at = table_ref[row, jnp.minimum(at, last_page)]
+                            inside = lax.rem(block * block_kv, jnp.int32(page))
                             mg.copy_gmem_to_smem(
-                                kv_ref.at[table_ref[row, at], which, head],
-                                smem.at[slot, pl.ds(p * page, page)],
-                                full.at[slot],
+                                kv_ref.at[at, which, head, pl.ds(inside, piece)],
+                                smem.at[slot, pl.ds(p * piece, piece)],
+                                full.at(slot),
                             )
                     return count + 1
 
@@ -279,8 +309,8 @@ def attend(
 
             def drain(i: Any, _: Any) -> None:
                 slot = lax.rem(i, jnp.int32(stages))
-                mg.barrier_wait(k_empty.at[slot])
-                mg.barrier_wait(v_empty.at[slot])
+                mg.barrier_wait(k_empty.at(slot))
+                mg.barrier_wait(v_empty.at(slot))
 
             lax.fori_loop(jnp.maximum(done - stages, 0), done, drain, None)
 
@@ -294,32 +324,30 @@ def attend(
         jax.ShapeDtypeStruct((2 * num_ctas, rows, dim), jnp.float32),
         jax.ShapeDtypeStruct((2 * num_ctas, 2, rows), jnp.float32),
     )
-    ring = dict(num_barriers=stages)
     scratch = [
-        mg.matrix((wgs, 64, dim), q.dtype),
-        mg.matrix((wgs, 64, dim), q.dtype),
-        mg.matrix((stages, block_kv, dim), kv_cache.dtype),
-        mg.matrix((stages, block_kv, dim), kv_cache.dtype),
-        mg.matrix((2, block_kv, dim), q.dtype) if fp8 else None,
-        mg.matrix((wgs, 64, block_kv), q.dtype) if simulated else None,
-        (
-            mg.Barrier(num_arrivals=wgs),
-            mg.Barrier(num_arrivals=wgs),
-            mg.Barrier(num_arrivals=pages, **ring),
-            mg.Barrier(num_arrivals=pages, **ring),
-            mg.Barrier(num_arrivals=wgs, **ring),
-            mg.Barrier(num_arrivals=wgs, **ring),
-        ),
-        mg.Barrier(num_arrivals=wgs) if wgs > 1 else None,
+        mg.matrix((lanes, wgs, 64, dim), q.dtype),
+        mg.matrix((lanes, wgs, 64, dim), q.dtype),
+        mg.matrix((lanes, stages, block_kv, dim), kv_cache.dtype),
+        mg.matrix((lanes, stages, block_kv, dim), kv_cache.dtype),
+        mg.matrix((lanes, block_kv, dim), q.dtype) if fp8 else None,
+        mg.matrix((lanes, block_kv, dim), q.dtype) if fp8 else None,
+        mg.matrix((lanes, wgs, 64, block_kv), q.dtype) if simulated else None,
+        mg.Barrier(num_arrivals=wgs, num_barriers=lanes),
+        mg.Barrier(num_arrivals=wgs, num_barriers=lanes),
+        mg.Barrier(num_arrivals=wgs, num_barriers=lanes) if wgs > 1 else None,
+        mg.Barrier(num_arrivals=pages, num_barriers=lanes * stages),
+        mg.Barrier(num_arrivals=pages, num_barriers=lanes * stages),
+        mg.Barrier(num_arrivals=wgs, num_barriers=lanes * stages),
+        mg.Barrier(num_arrivals=wgs, num_barriers=lanes * stages),
     ]
     extra = [x for x in (sinks, kv_scales) if x is not None]
     return mg.kernel(
-        body,
+        paged_attention,
         out_type=shapes,
         scratch_types=scratch,
-        grid=(num_ctas,),
-        grid_names=("cta",),
-        num_threads=wgs + 1,
+        grid=(num_ctas // lanes,),
+        grid_names=("sm",),
+        num_threads=lanes * (wgs + 1),
         thread_name="wg",
         compiler_params=mg.CompilerParams(approx_math=True),
         **({"interpret": interpret} if simulated else {}),
@@ -338,7 +366,7 @@ def combine(
     num_tiles, kv_heads, rows, dim = out.shape
     wgs = rows // 64
 
-    def body(part_o: Any, part_ml: Any, ctas_ref: Any, out_ref: Any, o_smem: Any) -> None:
+    def combine_parts(part_o: Any, part_ml: Any, ctas_ref: Any, out_ref: Any, o_smem: Any) -> None:
         cta = lax.axis_index("cta")
         my_rows = pl.ds(lax.axis_index("half") * 64, 64)
         run = ctas_ref[cta, pn.MERGE_RUN]
@@ -376,7 +404,7 @@ def combine(
 
     target = jax.new_ref(out)
     mg.kernel(
-        body,
+        combine_parts,
         out_type=(),
         scratch_types=[mg.matrix((64, dim), out.dtype)],
         grid=(ctas.shape[0], wgs),

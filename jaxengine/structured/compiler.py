@@ -1,0 +1,186 @@
+"""Compiles constraints to grammars, off the step loop, cached."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import llguidance
+import numpy as np
+
+from jaxengine.structured.matcher import Compiled, CompiledFuture, Matcher
+from jaxengine.structured.probe import limits
+from jaxengine.structured.sandbox import (
+    GrammarError,
+    GrammarTooComplexError,
+    Sandbox,
+    first_sentence,
+)
+from jaxengine.structured.spec import Kind, Spec
+
+log = logging.getLogger(__name__)
+TIME_LIMIT = 10.0
+CACHE_SIZE = 128
+NUM_THREADS = 2
+# A mask that takes longer than this (CPU seconds) would hold up every request's step.
+MASK_SECONDS = 0.5
+
+
+class Cache[T]:
+    """Futures by spec, least recently used out first; one build for equal specs. Thread-safe."""
+
+    def __init__(self, build: Callable[[Spec], T], num_threads: int, size: int) -> None:
+        self._build = build
+        self._size = size
+        self._lock = threading.Lock()
+        self._futures: OrderedDict[tuple[Kind, str], Future[T]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+
+    def get(self, spec: Spec) -> Future[T]:
+        with self._lock:
+            found = self._futures.get(spec.key)
+            if found is not None:
+                self._futures.move_to_end(spec.key)
+                return found
+            future = self._pool.submit(self._build, spec)
+            self._futures[spec.key] = future
+            while len(self._futures) > self._size:
+                self._futures.popitem(last=False)
+        future.add_done_callback(lambda done: self._forget_if_late(spec, done))
+        return future
+
+    def _forget_if_late(self, spec: Spec, done: Future[T]) -> None:
+        """The same text may pass on a less busy machine; other failures are for good."""
+        if done.cancelled() or isinstance(done.exception(), GrammarTooComplexError):
+            with self._lock:
+                if self._futures.get(spec.key) is done:
+                    del self._futures[spec.key]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Validator:
+    """Says whether constraints can be enforced, without a tokenizer: for the API process.
+
+    A constraint gets half of `time_limit` seconds here; the other half is for building it again
+    beside the engine.
+    """
+
+    def __init__(
+        self,
+        time_limit: float = TIME_LIMIT,
+        num_threads: int = NUM_THREADS,
+        cache_size: int = CACHE_SIZE,
+    ) -> None:
+        self._sandbox = Sandbox(time_limit / 2)
+        self._cache = Cache(self._sandbox.build, num_threads, cache_size)
+
+    def submit(self, spec: Spec) -> Future[str]:
+        """The grammar's text, later; or GrammarError (a ValueError), which is the client's fault.
+        In asyncio: `await asyncio.wrap_future(validator.submit(spec))`."""
+        return self._cache.get(spec)
+
+    def check(self, spec: Spec) -> None:
+        """Block until it is known. Raises GrammarError."""
+        self.submit(spec).result()
+
+    def close(self) -> None:
+        self._cache.close()
+        self._sandbox.close()
+
+
+class GrammarCompiler:
+    """Grammars of one tokenizer. `vocab_size` is the width of the logits: ids beyond the
+    tokenizer's are never legal. The tokenizer is prepared once, by the first compilation."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        *,
+        time_limit: float = TIME_LIMIT,
+        num_threads: int = NUM_THREADS,
+        cache_size: int = CACHE_SIZE,
+        validator: Validator | None = None,
+    ) -> None:
+        """Raises ValueError when there is no end token or one outside the logits."""
+        if not eos_ids:
+            raise ValueError("structured output needs an end token, and the model has none")
+        if not all(0 <= token < vocab_size for token in eos_ids):
+            raise ValueError(f"end tokens {list(eos_ids)} are not all below {vocab_size}")
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_ids = list(dict.fromkeys(eos_ids))
+        self._lock = threading.Lock()
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._validator = validator or Validator(time_limit, num_threads, cache_size)
+        self._cache = Cache(self._build, num_threads, cache_size)
+
+    def compile(self, spec: Spec) -> CompiledFuture:
+        """The compiled grammar, later; at once when cached. Fails with GrammarError."""
+        return self._cache.get(spec)
+
+    def validate(self, spec: Spec) -> None:
+        """Block until it is known whether `spec` can be enforced. Raises GrammarError."""
+        self._validator.check(spec)
+
+    def matcher(self, spec: Spec, eos_ids: Sequence[int] | None = None) -> Matcher:
+        """A request's Grammar, `ready` when compiled; its `failure` says why it never will be."""
+        return Matcher(self.compile(spec), self._eos_ids if eos_ids is None else eos_ids)
+
+    def close(self) -> None:
+        """Take no more work and end the child processes."""
+        self._cache.close()
+        self._validator.close()
+
+    def prepare(self) -> llguidance.LLTokenizer:
+        """Build the vocabulary now (0.5 s for 49k tokens) instead of with the first grammar."""
+        with self._lock:
+            if self._tokenizer is None:
+                start = time.perf_counter()
+                self._tokenizer = self._prepare()
+                log.info("structured output: vocabulary in %.2f s", time.perf_counter() - start)
+            return self._tokenizer
+
+    def _prepare(self) -> llguidance.LLTokenizer:
+        # the library wants room for every id of the tokenizer, even where the logits end sooner
+        sized = llguidance.LLTokenizer(self._tokenizer_json, eos_token=self._eos_ids)
+        if sized.vocab_size >= self._vocab_size:
+            return sized
+        return llguidance.LLTokenizer(
+            self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_ids
+        )
+
+    def _build(self, spec: Spec) -> Compiled:
+        grammar = self._validator.submit(spec).result()
+        tokenizer = self.prepare()
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+        if matcher.is_error():
+            raise GrammarError(
+                f"{spec.field} cannot be enforced: {first_sentence(matcher.get_error())}"
+            )
+        compiled = Compiled(
+            prototype=matcher,
+            compiled_eos=tuple(tokenizer.eos_tokens),
+            num_ids=tokenizer.vocab_size,
+            width=self._vocab_size,
+        )
+        self._try_first_mask(spec, compiled)
+        return compiled
+
+    def _try_first_mask(self, spec: Spec, compiled: Compiled) -> None:
+        done: CompiledFuture = Future()
+        done.set_result(compiled)
+        row = np.zeros(-(-self._vocab_size // 32), np.int32)
+        start = time.thread_time()
+        Matcher(done, self._eos_ids).fill_bitmask(row)
+        if not row.any():
+            raise GrammarError(f"{spec.field} cannot be enforced: no token can begin it")
+        if time.thread_time() - start > MASK_SECONDS:
+            raise GrammarTooComplexError(f"{spec.field} is too complex: its masks take too long")

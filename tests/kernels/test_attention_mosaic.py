@@ -1,0 +1,163 @@
+"""The attention kernel in GPU interpret mode against float64, with races and planted bugs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxengine.pallas_kernels import _mgpu as mg
+from jaxengine.pallas_kernels.paged_attention import api, mosaic
+from jaxengine.pallas_kernels.paged_attention import plan as pn
+from jaxengine.pallas_kernels.paged_attention.config import AttentionConfig
+
+HERE = pathlib.Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parent))
+from attention_cases import Batch, Case, build, relative
+
+DECODE = AttentionConfig(1, 64, 2, 2)
+PREFILL = AttentionConfig(2, 128, 2, 1)
+HALF: dict[str, Any] = {"dtype": jnp.bfloat16}
+CASES = {
+    "mixed": (Case(((1, 300), (0, 0), (20, 100), (1, 1)), **HALF), DECODE, 4),
+    "split": (Case(((1, 1100),), group=8, soft_cap=20.0, **HALF), DECODE, 4),
+    "window": (Case(((1, 513), (40, 200)), 1, 2, window=70, sinks=True, **HALF), DECODE, 4),
+    "split sinks": (Case(((1, 900),), 8, 1, sinks=True, **HALF), DECODE, 2),
+    "group of 7": (Case(((3, 130), (1, 40)), 7, 2, **HALF), AttentionConfig(1, 64, 2, 1), 4),
+    "prefill": (Case(((40, 300), (7, 140)), 4, 1, window=100, **HALF), PREFILL, 2),
+    "page of 128": (Case(((2, 200),), 4, 2, dim=80, page=128, **HALF), DECODE, 2),
+    "width 256": (Case(((5, 70),), 2, 1, dim=256, page=64, **HALF), AttentionConfig(1, 64, 2, 1), 1),
+    "fp8": (
+        Case(((1, 300), (9, 50)), 4, 2, page=32, sinks=True, fp8=True, **HALF),
+        AttentionConfig(1, 64, 2, 1),
+        2,
+    ),
+}  # fmt: skip
+
+
+def run(case: Case, config: AttentionConfig, num_sms: int, races: bool) -> tuple[Any, Batch]:
+    b = build(case)
+    got = api.paged_attention(
+        b.q,
+        b.kv,
+        jnp.asarray(b.table),
+        jnp.asarray(b.q_start),
+        jnp.asarray(b.kv_len),
+        scale=case.scale,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        sinks=None if b.sinks is None else jnp.asarray(b.sinks),
+        kv_scales=None if b.kv_scales is None else jnp.asarray(b.kv_scales),
+        config=config,
+        backend="mosaic",
+        num_sms=num_sms,
+        interpret=mg.interpret_params(races),
+    )
+    return got, b
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_is_float64s(name: str) -> None:
+    case, config, sms = CASES[name]
+    races = name in ("group of 7", "prefill")
+    mg.reset_interpreter()
+    got, b = run(case, config, sms, races)
+    assert relative(got, b.expected) < 3e-3
+    if races:
+        assert not mg.races_found()
+
+
+def test_split_cases_split() -> None:
+    for name in ("split", "split sinks"):
+        case, config, sms = CASES[name]
+        plan = api.make_plan(
+            jnp.array([0, 1]),
+            jnp.array([case.rows[0][1]]),
+            num_tokens=1,
+            heads=case.group * case.kv_heads,
+            kv_heads=case.kv_heads,
+            config=config,
+            num_sms=sms,
+            xp=jnp,
+        )
+        assert int((plan.ctas[:, pn.MERGE_RUN] >= 0).sum()) > 0
+
+
+# What is taken out of the kernel's source, and what notices.
+MUTANTS = {
+    "no K wait": ("mg.barrier_wait(k_full.at(slot))", "pass"),
+    "no consumed wait": ("mg.barrier_wait(empty.at(slot))", "pass"),
+    "causal off by one": ("(at <= of)", "(at <= of + 1)"),
+    "tail not cleared": ("clear_tail(value, block)", "pass"),
+    "no V wait": (
+        "mg.barrier_wait(v_full.at(slot))\n                    if not",
+        "if not",
+    ),
+    "no query wait": ("mg.barrier_wait(q_full)", "pass"),
+    "no drain": ("mg.barrier_wait(k_empty.at(slot))", "pass"),
+    "no commit": (
+        "o_smem[wg] = o.astype(q.dtype)\n                    mg.commit_smem()",
+        "o_smem[wg] = o.astype(q.dtype)",
+    ),
+    "output buffer reused early": (
+        "complete = begins & ends\n                mg.wait_smem_to_gmem(0, wait_read_only=True)",
+        "complete = begins & ends",
+    ),
+    "window off by one": ("at > of - window", "at >= of - window"),
+}
+SLOW = list(MUTANTS)[4:]
+MUTATED = (Case(((3, 330), (1, 140)), 4, 1, window=150, **HALF), AttentionConfig(1, 64, 2, 1), 1)
+
+
+def mutate(name: str) -> None:
+    """In a process of its own: replace the kernel by a mutant; exit 3 if it is caught."""
+    old, new = MUTANTS[name]
+    source = pathlib.Path(mosaic.__file__).read_text()
+    assert source.count(old) == 1, f"mutant {name!r} fits {source.count(old)} places"
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "mutant.py"
+        path.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location("mutant", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["mutant"] = module
+        spec.loader.exec_module(module)
+        mosaic.attend = module.attend
+        try:
+            got, b = run(*MUTATED, races=True)
+        except Exception as e:  # noqa: BLE001 - whatever the checker raises
+            print("raised", type(e).__name__, str(e)[:200])
+            os._exit(3)
+        caught = mg.races_found() or relative(got, b.expected) > 3e-3
+        print("races", mg.races_found(), "error", relative(got, b.expected))
+        os._exit(3 if caught else 0)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in MUTANTS]
+)
+def test_planted_bug_is_caught(name: str) -> None:
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[2])}
+    command = [sys.executable, str(HERE), name]
+    try:
+        done = subprocess.run(command, env=env, timeout=60, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return  # a deadlock is caught too
+    assert done.returncode == 3, done.stdout + done.stderr[-500:]
+
+
+def test_unmutated_kernel_passes_the_mutants_case() -> None:
+    mg.reset_interpreter()
+    got, b = run(*MUTATED, races=True)
+    assert relative(got, b.expected) < 3e-3 and not mg.races_found()
+
+
+if __name__ == "__main__":
+    mutate(sys.argv[1])
