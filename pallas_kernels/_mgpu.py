@@ -64,7 +64,12 @@ def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def interpret_params(detect_races: bool = False) -> Any:
     """`interpret=` argument that simulates the kernel on CPU."""
-    return plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
+    # Simulated copy engines carry vector clocks; with few of them a later copy by the same engine
+    # hides that an earlier one was not waited for.
+    threads = 32 if detect_races else 5
+    return plgpu.InterpretGPUParams(
+        detect_races=detect_races, inline_mgpu="ignore", num_tma_threads_per_device=threads
+    )
 
 
 def races_found() -> bool:

@@ -101,6 +101,7 @@ def rows_layout(rows: int) -> Layout:
     """Sections of the sampler's blob for `rows` rows."""
     return _layout(
         [
+            ("use_grammar", (1,)),
             ("slots", (rows,)),
             ("seq_len", (rows,)),
             ("samples", (rows,)),
@@ -188,6 +189,7 @@ def pack_rows(plan: StepPlan, num_rows: int, sampling: NDArray[np.int32], num_sl
     layout = rows_layout(num_rows)
     blob = np.zeros(layout.size, np.int32)
     rows = plan.num_rows
+    view(blob, layout, "use_grammar")[:] = plan.has_grammar
     slots = view(blob, layout, "slots")
     slots[:rows] = plan.slots
     slots[rows:] = num_slots + np.arange(num_rows - rows)

@@ -16,7 +16,7 @@ from jaxengine.config import EngineConfig
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.decoder import param_shapes
-from jaxengine.models.spec import DecoderSpec
+from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.runner.buckets import all_buckets, row_buckets
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.model_runner import ModelRunner
@@ -78,12 +78,15 @@ def build(config: EngineConfig) -> Built:
     warmup = _warmup(config.runner.warmup)
     if warmup != "lazy":
         programs.start(warmup_keys(buckets, sizes))
-    try:
+
+    def load() -> Params:
         params = load_params(files, spec, dtype, _put)
-        if config.model.quantization == "int8":
-            params = quantize_params(params)
+        return quantize_params(params) if config.model.quantization == "int8" else params
+
+    try:
+        params = load()
         loaded = time.monotonic()
-        runner = ModelRunner(params, state, programs, buckets)
+        runner = ModelRunner(params, state, programs, buckets, load)
         executor = InlineExecutor(runner, sizes)
         if warmup == "full":
             _wait_with_progress(programs)

@@ -5,6 +5,10 @@
         if room is left: plan ahead instead of waiting
         take the oldest step's result; reconcile; output
 
+A step with grammars samples apart from its forward, when the masks are known: at once if the
+tokens before it are known, else as soon as the step before it has been reconciled. Either way the
+masks are worked out while the forward runs.
+
 Depth 1 is the synchronous engine, depth 2 the asynchronous one; there is no second loop.
 """
 
@@ -14,21 +18,34 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig
+from jaxengine.engine.grammars import Grammars
 from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 from jaxengine.engine.packer import Packer
 from jaxengine.engine.results import PromptLogprobs, logprobs_of
+from jaxengine.executor.base import Batch
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
-from jaxengine.sched.updates import RequestUpdate
+from jaxengine.sched.updates import RequestUpdate, UpdateBatch
 
 log = logging.getLogger(__name__)
 
 NAN_ERROR = "the model's logits held NaN or infinity, or no token was legal"
+
+
+@dataclass
+class InFlight:
+    """A submitted step. `unsampled`: its masks wait for the step before it."""
+
+    plan: StepPlan
+    batch: Batch
+    handle: Any
+    unsampled: bool
 
 
 class EngineCore:
@@ -47,7 +64,9 @@ class EngineCore:
         self.depth = 2 if config.scheduler.async_scheduling else 1
         self.scheduler = Scheduler(built.planner)
         self._packer = Packer(built.batch_shape, built.slot_shape, config.model.seed)
-        self._inflight: deque[tuple[StepPlan, Any]] = deque()
+        self._inflight: deque[InFlight] = deque()
+        self._grammars = Grammars(config, built.spec.vocab_size)
+        self._sleep_level = 0
         self._outputs: list[EngineOutput] = []  # made outside of steps
         self._prompt_logprobs = PromptLogprobs()
         self._stats = EngineStats(pipeline_depth=self.depth, num_blocks=built.planner.num_blocks)
@@ -59,6 +78,8 @@ class EngineCore:
         try:
             request = self._make_request(wire)
             self.scheduler.add(request)
+            if request.grammar is not None:
+                self._grammars.watch(request)
         except ValueError as error:
             self._outputs.append(
                 EngineOutput(wire.request_id, [], finish_reason="error", error=str(error))
@@ -76,18 +97,21 @@ class EngineCore:
         if skip_cache is None:
             # Positions that are not computed have no logits.
             skip_cache = params.prompt_logprobs is not None
+        grammar = self._grammars.matcher(wire)
         return Request(
             wire.request_id,
             wire.prompt_token_ids,
             max_tokens=max(limit, 0) if params.max_tokens is None else params.max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=params.stop_token_ids or (),
-            eos_token_ids=() if params.ignore_eos else wire.eos_token_ids,
+            # A grammar ends with an end token, whatever ignore_eos says.
+            eos_token_ids=() if params.ignore_eos and grammar is None else wire.eos_token_ids,
             priority=wire.priority,
             arrival_time=wire.arrival_time,
             cache_salt=wire.cache_salt,
             skip_reading_prefix_cache=skip_cache,
             params=self._packer.prepare(wire),
+            grammar=grammar,
         )
 
     # -- the loop ---------------------------------------------------------------------------
@@ -98,6 +122,7 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """One turn of the loop; may return nothing. An exception leaves device state undefined."""
         began = time.perf_counter()
+        self._end_failed_grammars()
         outputs, self._outputs = self._outputs, []
         planned = False
         if len(self._inflight) < self.depth and self.scheduler.has_work():
@@ -106,6 +131,9 @@ class EngineCore:
             outputs += self._finish_oldest(began)
         else:
             self._stats.host_seconds += time.perf_counter() - began
+            if not planned and not outputs:
+                # All that is left waits for something else, a grammar being compiled say.
+                time.sleep(0.001)
         return outputs
 
     def _plan_ahead(self) -> bool:
@@ -113,29 +141,47 @@ class EngineCore:
         if plan is None:
             return False
         batch = self._packer.pack(plan, self.scheduler.block_tables, self.executor.choose)
-        self._inflight.append((plan, self.executor.submit(batch)))
+        step = InFlight(plan, batch, self.executor.submit(batch), unsampled=plan.has_grammar)
+        self._inflight.append(step)
+        if plan.has_grammar and not plan.pending_grammar:
+            self._sample(step)
         self._stats.num_steps += 1
         self._stats.step_tokens += plan.num_tokens
         return True
 
+    def _sample(self, step: InFlight) -> None:
+        self.executor.sample(step.handle, self._grammars.masks(step.plan, step.batch.sampler_rows))
+        step.unsampled = False
+
     def _finish_oldest(self, began: float) -> list[EngineOutput]:
-        plan, handle = self._inflight.popleft()
+        step = self._inflight.popleft()
         waited = time.perf_counter()
-        result = self.executor.result(handle)
+        result = self.executor.result(step.handle)
         done = time.perf_counter()
-        outputs = self._reconcile(plan, result)
+        updates = self._reconcile(step.plan, result)
+        # First what the device waits for, then what the client waits for.
+        if self._inflight and self._inflight[0].unsampled:
+            self._sample(self._inflight[0])
+        outputs = [self._output(update, result) for update in updates]
         ended = time.perf_counter()
         self._stats.step_seconds += ended - began
         self._stats.host_seconds += (ended - began) - (done - waited)
         return outputs
 
-    def _reconcile(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+    def _end_failed_grammars(self) -> None:
+        for request, reason in self._grammars.failed():
+            if self.scheduler.abort([request.request_id]):
+                self._outputs.append(
+                    EngineOutput(request.request_id, [], finish_reason="error", error=reason)
+                )
+
+    def _reconcile(self, plan: StepPlan, result: StepResult) -> UpdateBatch:
         for row, part in result.prompt_logprobs.items():
             self._prompt_logprobs.add(plan.requests[row], int(plan.start[row]), part)
         updates = self.scheduler.update(plan, result)
         if result.bad_rows is not None:
             self._stats.nan_rows += int(result.bad_rows.sum())
-        return [self._output(update, result) for update in updates]
+        return updates
 
     def _output(self, update: RequestUpdate, result: StepResult) -> EngineOutput:
         request = update.request
@@ -181,11 +227,43 @@ class EngineCore:
         calls: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
+            "pause": self._pause,
+            "resume": self.scheduler.resume,
+            "is_paused": lambda: self.scheduler.is_paused,
+            "sleep": self._sleep,
+            "wake_up": self._wake_up,
+            "is_sleeping": lambda: self._sleep_level > 0,
             "wait_warm": self.executor.wait_warm,
         }
         if method not in calls:
             raise ValueError(f"unknown call {method!r}")
         return calls[method](*args)
+
+    def _pause(self, mode: str = "wait") -> None:
+        """abort: running requests end now; wait: they finish first; keep: they stand still."""
+        for request in self.scheduler.pause(mode):
+            self._prompt_logprobs.drop(request.request_id)
+            self._outputs.append(EngineOutput(request.request_id, [], finish_reason="abort"))
+
+    def _sleep(self, level: int = 1) -> None:
+        """Abort what runs and give the device's memory back. Raises ValueError for the level."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep level must be 1 or 2, got {level}")
+        if self._sleep_level:
+            return
+        self._pause("abort")
+        while self._inflight:  # nothing may use the memory that goes
+            self._outputs += self._finish_oldest(time.perf_counter())
+        self.scheduler.reset_prefix_cache()
+        self.executor.sleep(level)
+        self._sleep_level = level
+
+    def _wake_up(self) -> None:
+        """Bring weights and pool back, and go on with what is queued."""
+        if self._sleep_level:
+            self.executor.wake_up()
+            self._sleep_level = 0
+        self.scheduler.resume()
 
     def ready(self) -> EngineReady:
         planner = self.built.planner
@@ -199,4 +277,5 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self._inflight.clear()
+        self._grammars.shutdown()
         self.executor.shutdown()

@@ -94,6 +94,7 @@ class Packer:
             num_rows=plan.num_rows,
             seeds=seeds,
             want_logprobs=bool(wants.any()),
+            masked=plan.has_grammar,
             prompt_rows=prompt_rows,
             prompt_targets=pack_targets(plan, bucket.tokens, prompt_rows) if prompt_rows else None,
         )

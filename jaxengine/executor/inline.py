@@ -9,7 +9,7 @@ from jaxengine.runner.buckets import choose
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
-from jaxengine.sched.plan import StepResult
+from jaxengine.sched.plan import Int32, StepResult
 
 
 class InlineExecutor:
@@ -42,11 +42,20 @@ class InlineExecutor:
     def submit(self, batch: Batch) -> Any:
         return self._runner.submit(batch)
 
+    def sample(self, handle: Any, mask: Int32) -> None:
+        self._runner.sample(handle, mask)
+
     def result(self, handle: Any) -> StepResult:
         return self._runner.result(handle)
 
     def reset(self) -> None:
         self._runner.reset()
+
+    def sleep(self, level: int) -> None:
+        self._runner.sleep(level)
+
+    def wake_up(self) -> None:
+        self._runner.wake_up()
 
     def stats(self) -> dict[str, float]:
         programs = self._runner.programs

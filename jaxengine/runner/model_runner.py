@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -14,55 +16,83 @@ from jaxengine.runner.programs import Key, Programs, head_params
 from jaxengine.runner.sampling_step import FIXED
 from jaxengine.runner.state import DeviceState, new_state
 from jaxengine.sched.batch import Bucket
-from jaxengine.sched.plan import StepResult
+from jaxengine.sched.plan import Int32, StepResult
 
 
-@dataclass(frozen=True)
+@dataclass
 class Handle:
-    """A step in flight: its output rows, and prompt log-probabilities if asked."""
+    """A step in flight: hidden states until it is sampled, then its output rows; and prompt
+    log-probabilities if asked."""
 
     batch: Batch
-    rows: Array
-    prompt: Array | None
+    hidden: Array
+    rows: Array | None = None
+    prompt: Array | None = None
 
 
 class ModelRunner:
     """Owns parameters and device state. One thread at a time."""
 
     def __init__(
-        self, params: Params, state_shapes: DeviceState, programs: Programs, buckets: list[Bucket]
+        self,
+        params: Params,
+        state_shapes: DeviceState,
+        programs: Programs,
+        buckets: list[Bucket],
+        reload: Callable[[], Params],
     ) -> None:
+        """`reload` loads the parameters again, after a deep sleep."""
         self.params = params
         self.programs = programs
         self.buckets = buckets
         self._head = head_params(params)
         self._shapes = state_shapes
-        self._state = new_state(state_shapes)
+        self._state: DeviceState | None = new_state(state_shapes)
+        self._reload = reload
+        self._all_legal: dict[int, Array] = {}  # masks by sampler rows, for steps without grammars
 
     def submit(self, batch: Batch) -> Handle:
-        """Dispatch a step; returns before the device is done."""
+        """Dispatch a step; returns before the device is done. A masked batch is sampled later."""
         forward = self.programs.get(Key("forward", batch.bucket))
-        sample = self.programs.get(Key("sample", batch.sampler_rows))
+        assert self._state is not None, "the engine sleeps"
         kv, slots = self._state
         if batch.seeds:
             seed = self.programs.get(Key("seed"))
             for blob in batch.seeds:
                 slots = seed(slots, blob)
         kv, output = forward(self.params, kv, slots.last_token, batch.blob)
-        hidden = output.rows[batch.sampler_rows]
-        slots, rows = sample(self._head, slots, hidden, batch.rows_blob)
         self._state = DeviceState(kv, slots)
-        rows.copy_to_host_async()
-        prompt = None
+        handle = Handle(batch, output.rows[batch.sampler_rows])
+        if not batch.masked:
+            self._sample(handle, self._no_mask(batch.sampler_rows))
         if batch.prompt_rows:
             score = self.programs.get(Key("score", batch.bucket.tokens))
-            prompt = score(self._head, output.hidden, batch.prompt_targets)
-            prompt.copy_to_host_async()
-        return Handle(batch, rows, prompt)
+            handle.prompt = score(self._head, output.hidden, batch.prompt_targets)
+            handle.prompt.copy_to_host_async()
+        return handle
+
+    def sample(self, handle: Handle, mask: Int32) -> None:
+        """Sample a masked batch; its forward may still run."""
+        self._sample(handle, mask)
+
+    def _sample(self, handle: Handle, mask: Int32 | Array) -> None:
+        program = self.programs.get(Key("sample", handle.batch.sampler_rows))
+        assert self._state is not None
+        kv, slots = self._state
+        slots, handle.rows = program(self._head, slots, handle.hidden, handle.batch.rows_blob, mask)
+        self._state = DeviceState(kv, slots)
+        handle.rows.copy_to_host_async()
+
+    def _no_mask(self, rows: int) -> Array:
+        if rows not in self._all_legal:
+            words = self._shapes.slots.allow_mask.shape[1]
+            self._all_legal[rows] = jax.device_put(np.full((rows, words), -1, np.int32))
+        return self._all_legal[rows]
 
     def result(self, handle: Handle) -> StepResult:
         """Wait for a step and bring its rows to NumPy."""
         batch = handle.batch
+        assert handle.rows is not None, "the batch was not sampled"
         rows = np.asarray(handle.rows)[: batch.num_rows]
         tokens = rows[:, :1]
         result = StepResult(
@@ -83,6 +113,22 @@ class ModelRunner:
     def reset(self) -> None:
         """Fresh device state; parameters and programs stay."""
         self._state = new_state(self._shapes)
+
+    def sleep(self, level: int) -> None:
+        """1: weights move to host memory; 2: they are dropped. The KV pool is dropped."""
+        self._state = None
+        if level == 1:
+            self.params = jax.tree.map(np.asarray, self.params)
+        else:
+            self.params = {}
+        self._head = {}
+
+    def wake_up(self) -> None:
+        """Parameters and an empty pool are back on the device."""
+        params = self.params or self._reload()
+        self.params = jax.tree.map(jax.device_put, params)
+        self._head = head_params(self.params)
+        self.reset()
 
 
 def _split(part: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

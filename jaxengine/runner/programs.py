@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class Key(NamedTuple):
-    """Names a program: the forward of a bucket, the sampler of so many rows (with a grammar mask
-    or without), the prompt scorer of so many tokens, the slot writer."""
+    """Names a program: the forward of a bucket, the sampler of so many rows, the prompt scorer of
+    so many tokens, the slot writer."""
 
-    kind: Literal["forward", "sample", "sample_masked", "score", "seed"]
+    kind: Literal["forward", "sample", "score", "seed"]
     size: Bucket | int = 0
 
 
@@ -99,7 +99,7 @@ class Programs:
             except BaseException as error:
                 future.set_exception(error)
                 raise
-        return future.result()  # type: ignore[no-any-return]
+        return future.result()
 
     def ready(self, key: Key) -> bool:
         future = self._futures.get(key)
@@ -157,13 +157,13 @@ class Programs:
             return jax.jit(run_score).lower(head, hidden, _ints(size))
 
         def run_sample(
-            params: Params, slots: SlotState, hidden: Array, blob: Array, mask: Array | None = None
+            params: Params, slots: SlotState, hidden: Array, blob: Array, mask: Array
         ) -> tuple[SlotState, Array]:
             return sample_rows(config, size, params, slots, hidden, blob, mask)
 
-        masks = [_ints(size, -(-config.spec.vocab_size // 32))] if key.kind != "sample" else []
+        mask = _ints(size, -(-config.spec.vocab_size // 32))
         jitted_sample = jax.jit(run_sample, donate_argnums=1)
-        return jitted_sample.lower(head, slots, hidden, _ints(rows_layout(size).size), *masks)
+        return jitted_sample.lower(head, slots, hidden, _ints(rows_layout(size).size), mask)
 
 
 def head_params(params: Params) -> Params:

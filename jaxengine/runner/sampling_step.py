@@ -32,16 +32,18 @@ def sample_rows(
     slots: SlotState,
     hidden: Float[Array, "S D"],
     blob: Int[Array, "B"],
-    mask: Int[Array, "S V32"] | None = None,
+    mask: Int[Array, "S V32"],
 ) -> tuple[SlotState, Int[Array, "S X"]]:
-    """Sample the packed rows. `slots` is donated; `mask` has a bit for every legal token.
+    """Sample the packed rows. `slots` is donated; `mask` has a bit for every legal token, and is
+    read only when the blob says that some row has a grammar.
 
     Output row: token id (-1: none), bad flag, rank, K+1 ids, K+1 log-probability bits.
     """
     part = sections(rows_layout(num_rows), blob)
     logits = head(config.spec, params, hidden)
     inputs = sampling_inputs(part, slots)
-    out = sample(logits, inputs._replace(grammar=mask), config.num_logprobs)
+    inputs = inputs._replace(grammar=mask, use_grammar=part["use_grammar"][0] > 0)
+    out = sample(logits, inputs, config.num_logprobs)
     rows = jnp.concatenate(
         [
             out.token_ids[:, None],

@@ -60,6 +60,7 @@ class SamplingInputs(NamedTuple):
     # `allow_mask[slot[s]]` says what an `allow_row` row may sample, instead of EDIT_ALLOW edits
     allow_mask: Int32[Array, "N M"] | None = None
     grammar: Int32[Array, "S M"] | None = None  # M = ceil(V / 32); bit 1 = legal; -1 = all legal
+    use_grammar: Bool[Array, ""] | None = None  # False: no row has one (None: look at all masks)
 
 
 class SampleOutput(NamedTuple):

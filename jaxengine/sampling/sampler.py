@@ -35,8 +35,14 @@ def sample(
     best = maxima.max(-1)
     broken = jnp.isnan(best) | (best == jnp.inf)
     if inputs.grammar is not None:
-        logits = apply_grammar(logits, inputs.grammar)
-        maxima = block_max(logits)
+        mask = inputs.grammar
+
+        def masked() -> tuple[Array, Array]:
+            legal = apply_grammar(logits, mask)
+            return legal, block_max(legal)
+
+        use = jnp.bool_(True) if inputs.use_grammar is None else inputs.use_grammar
+        logits, maxima = lax.cond(use, masked, lambda: (logits, maxima))
         best = maxima.max(-1)
     sampling = inputs.valid & ~is_greedy(inputs) & ~broken
 

@@ -1,0 +1,86 @@
+"""Structured output in the engine: a matcher for each constrained request, masks for each step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.messages import EngineRequest
+from jaxengine.sched.plan import Int32, StepPlan
+from jaxengine.sched.request import Request
+
+if TYPE_CHECKING:
+    from jaxengine.structured.compiler import GrammarCompiler
+    from jaxengine.structured.matcher import Matcher
+
+
+class Grammars:
+    """Compiles off the loop. The tokenizer is read when the first constrained request comes."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._compiler: GrammarCompiler | None = None
+        self._waiting: list[Request] = []  # their grammars are being compiled
+
+    def matcher(self, wire: EngineRequest) -> Matcher | None:
+        """The request's grammar; None without a constraint. Raises ValueError when it cannot be
+        enforced as written (what compiling finds comes later, by `failed`)."""
+        from jaxengine.structured.spec import check_structured
+
+        if wire.params.structured_outputs is None:
+            return None
+        spec = check_structured(wire.params.structured_outputs)
+        if spec is None:
+            return None
+        return self._get_compiler().matcher(spec, wire.eos_token_ids or None)
+
+    def watch(self, request: Request) -> None:
+        """The request waits for its grammar."""
+        self._waiting.append(request)
+
+    def failed(self) -> list[tuple[Request, str]]:
+        """Requests whose grammar did not compile, each once, with the reason."""
+        if not self._waiting:
+            return []
+        still, failed = [], []
+        for request in self._waiting:
+            matcher: Matcher = request.grammar  # type: ignore[assignment]
+            if matcher.failure is not None:
+                failed.append((request, matcher.failure))
+            elif not matcher.ready and not request.is_finished:
+                still.append(request)
+        self._waiting = still
+        return failed
+
+    def masks(self, plan: StepPlan, num_rows: int) -> Int32:
+        """[num_rows, ceil(V / 32)] legal tokens of every row; rows without a grammar allow all."""
+        from jaxengine.structured.matcher import fill_bitmasks
+
+        out = np.full((num_rows, -(-self._vocab_size // 32)), -1, np.int32)
+        matchers = [
+            request.grammar if samples else None
+            for request, samples in zip(plan.requests, plan.samples.tolist(), strict=True)
+        ]
+        fill_bitmasks(matchers, out)  # type: ignore[arg-type]
+        return out
+
+    def shutdown(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _get_compiler(self) -> GrammarCompiler:
+        if self._compiler is None:
+            from jaxengine.frontend.tokenizer import load_tokenizer
+            from jaxengine.structured.compiler import GrammarCompiler
+            from jaxengine.weights.resolve import resolve_model
+
+            model = self._config.model
+            files = resolve_model(model.model, model.revision, model.download_dir)
+            tokenizer = load_tokenizer(files, model.tokenizer)
+            self._compiler = GrammarCompiler(
+                tokenizer.tk.to_str(), self._vocab_size, tokenizer.eos_ids
+            )
+        return self._compiler
