@@ -53,6 +53,9 @@ class CacheConfig:
     """Reuse KV blocks of equal prefixes."""
     prefix_caching_hash_algo: Literal["sha256", "xxhash"] = "sha256"
     """Hash of the block chain."""
+    kv_events_config: str | dict[str, Any] | None = None
+    """JSON: enable, endpoint, replay_endpoint, buffer_steps, hwm, topic of the events of the
+    prefix cache, published over ZMQ."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,13 @@ CPU time of this thread, so that a busy machine does not blur the figures.
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -99,6 +102,37 @@ def bench_sched(
     return [_bench_one(n, prompt_len, output_len, depth, prefix_caching) for n in num_running]
 
 
-if __name__ == "__main__":
-    for row in bench_sched():
-        print({name: round(value, 3) for name, value in row.items()})
+def main(argv: list[str]) -> int:
+    """`jaxengine bench sched`: a row for each number of running requests."""
+    parser = argparse.ArgumentParser(prog="jaxengine bench sched", description=__doc__)
+    parser.add_argument("--num-running", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--input-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=2, choices=(1, 2), help="steps in flight")
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--output-json", default=None)
+    args = parser.parse_args(argv)
+    for name in ("input_len", "output_len"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if min(args.num_running) < 1:
+        parser.error("--num-running must be at least 1")
+    print(
+        f"prompts {args.input_len}, outputs {args.output_len}, depth {args.depth}, "
+        f"prefix caching {'off' if args.no_prefix_caching else 'on'}"
+    )
+    print(f"{'running':>8}{'us/request-step':>17}{'us/step':>10}{'steps/s':>10}")
+    rows = []
+    for count in args.num_running:
+        row = _bench_one(
+            count, args.input_len, args.output_len, args.depth, not args.no_prefix_caching
+        )
+        rows.append(row)
+        print(
+            f"{count:>8}{row['us_per_request_step']:>17.2f}{row['us_per_step']:>10.0f}"
+            f"{1e6 / row['us_per_step']:>10.0f}",
+            flush=True,
+        )
+    if args.output_json:
+        Path(args.output_json).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    return 0

@@ -42,18 +42,21 @@ class PromptLogprobs:
         self._parts: dict[str, dict[int, TokenLogprobs]] = {}
 
     def add(self, request: Request, start: int, part: Part) -> None:
-        """Entries for prompt positions start + 1 and on."""
+        """Entries for prompt positions start + 1 and on. Ignored once nobody will take them: a
+        preempted request computes its prompt again behind its first token, and an aborted one
+        may still have a step in flight."""
+        if request.is_finished or request.num_output_tokens:
+            return
         wanted = request.params.wire.params.prompt_logprobs
         found = self._parts.setdefault(request.request_id, {})
         for i, entry in enumerate(_entries(part, wanted)):
             found[start + 1 + i] = entry
 
     def take(self, request: Request) -> list[TokenLogprobs | None]:
-        """The whole list; entry 0 is None: nothing comes before the first token."""
+        """The whole list; entry 0 is None (nothing comes before the first token), and so is what
+        a prefix hit or an error left uncomputed."""
         found = self._parts.pop(request.request_id, {})
-        entries: list[TokenLogprobs | None] = [None]
-        entries += [found[i] for i in range(1, request.num_prompt_tokens)]
-        return entries
+        return [found.get(i) for i in range(request.num_prompt_tokens)]
 
     def drop(self, request_id: str) -> None:
         self._parts.pop(request_id, None)

@@ -33,6 +33,22 @@ class RequestStream:
         self._event = asyncio.Event()
         self._done = False
 
+    def poll(self) -> RequestOutput | None:
+        """What is there by now, if anything. Raises what `fail` was given, after the outputs."""
+        if self._slot is None:
+            if self._error is not None and not self._done:
+                self._done = True
+                raise self._error
+            return None
+        output, self._slot = self._slot, None
+        self._done = output.finished
+        output.request_id = self.request_id
+        return output
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Set `event`, which streams may share, when there is something to poll."""
+        self._event = event
+
     def put(self, output: RequestOutput) -> None:
         if self._slot is not None and self.kind == "delta":
             output = merge_deltas(self._slot, output)
@@ -49,20 +65,13 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._done:
             raise StopAsyncIteration
-        while self._slot is None:
-            if self._error is not None:
-                self._done = True
-                raise self._error
+        while (output := self.poll()) is None:
             self._event.clear()
             try:
                 await self._event.wait()
             except asyncio.CancelledError:
                 self.close()
                 raise
-        output, self._slot = self._slot, None
-        if output.finished:
-            self._done = True
-        output.request_id = self.request_id
         return output
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from jaxengine.engine.messages import EngineRequest
+from jaxengine.frontend.grammars import GrammarChecks
 from jaxengine.frontend.validation import (
     Limits,
     RequestError,
@@ -18,6 +19,7 @@ from jaxengine.frontend.validation import (
     check_priority,
     check_prompt_ids,
     check_prompt_length,
+    check_structured_outputs,
     check_text,
     fit_to_context,
 )
@@ -25,6 +27,7 @@ from jaxengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxengine.frontend.tokenizer import Tokenizer
+    from jaxengine.structured import Spec
 
 # text, token ids, or {"prompt": text, "prompt_token_ids": ids, "add_special_tokens": bool}
 Prompt = str | list[int] | Mapping[str, Any]
@@ -42,6 +45,7 @@ class ProcessedRequest:
     params: SamplingParams
     requests: list[EngineRequest]
     arrival_time: float  # seconds since the epoch
+    grammar: Spec | None = None
 
 
 def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
@@ -69,6 +73,7 @@ class InputProcessor:
         self.limits = limits
         self.default_params = default_params(generation_defaults or {})
         self._eos = list(tokenizer.eos_ids) if tokenizer else []
+        self.grammars = GrammarChecks()
         self._longest_token = 0  # characters; measured when first needed
 
     def process(
@@ -80,14 +85,25 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
+        check_grammar: bool = True,
     ) -> ProcessedRequest:
         """Check and tokenize one request. Raises RequestError; nothing is kept here.
+
+        A constraint's grammar is built to see whether it can be enforced, which blocks (cached:
+        microseconds, new: milliseconds to seconds). With `check_grammar` False that is left to
+        the caller: `grammars.wait(processed.grammar)`.
 
         Child i of n > 1 has the id "{i}_{request_id}" and the seed `seed + i`; child 0 alone
         scores the prompt (prompt_logprobs).
         """
         arrival = time.time() if arrival_time is None else arrival_time
         checked = check_params(self.default_params if params is None else params, self.limits)
+        grammar = check_structured_outputs(checked)
+        if grammar is not None and not self._eos:
+            raise RequestError(
+                "structured_outputs",
+                "structured_outputs needs an end token, and the model has none",
+            )
         if checked.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, and none is loaded")
         text, ids = self._prompt(prompt, checked.truncate_prompt_tokens)
@@ -107,7 +123,9 @@ class InputProcessor:
             )
             for i in range(checked.n)
         ]
-        return ProcessedRequest(request_id, text, ids, checked, requests, arrival)
+        if grammar is not None and check_grammar:
+            self.grammars.check(grammar)
+        return ProcessedRequest(request_id, text, ids, checked, requests, arrival, grammar)
 
     def _prompt(self, prompt: Prompt, keep: int | None) -> tuple[str | None, list[int]]:
         text: str | None = None

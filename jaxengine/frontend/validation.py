@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxengine.structured import Spec, check_structured
 
 MAX_N = 16384
 MAX_BAD_WORDS = 1024
@@ -199,7 +200,6 @@ def check_params(params: SamplingParams, limits: Limits) -> SamplingParams:
         changes["skip_reading_prefix_cache"] = params.prompt_logprobs is not None
     elif not isinstance(skip_cache, bool):
         raise RequestError("skip_reading_prefix_cache", "skip_reading_prefix_cache must be a bool")
-    check_structured_outputs(params.structured_outputs)
     return replace(params, **changes)
 
 
@@ -210,23 +210,24 @@ def fit_to_context(params: SamplingParams, prompt_len: int, limits: Limits) -> S
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 
-def check_structured_outputs(spec: StructuredOutputsParams | None) -> None:
-    """Exactly one kind of constraint, and not an empty one. (Its text is compiled elsewhere.)"""
-    if spec is None:
-        return
-    field = "structured_outputs"
-    if not isinstance(spec, StructuredOutputsParams):
-        raise RequestError(field, f"{field} must be StructuredOutputsParams, got {_show(spec)}")
-    # json_object=False is "no JSON mode", the same as leaving it out
-    given = [n for n in spec.__struct_fields__ if getattr(spec, n) not in (None, False)]
-    if len(given) != 1:
+def check_structured_outputs(params: SamplingParams) -> Spec | None:
+    """The constraint in canonical form; None without one. Whether its grammar compiles is found
+    out elsewhere (`frontend.grammars`)."""
+    field, asked = "structured_outputs", params.structured_outputs
+    if asked is None:
+        return None
+    if not isinstance(asked, StructuredOutputsParams):
+        raise RequestError(field, f"{field} must be StructuredOutputsParams, got {_show(asked)}")
+    try:
+        spec = check_structured(asked)
+    except ValueError as error:
+        raise RequestError(field, str(error)) from None
+    if spec is not None and params.allowed_token_ids is not None:
+        # together they can leave no legal token in the middle of a text
         raise RequestError(
-            field,
-            f"{field} needs exactly one of json, regex, choice, grammar, json_object; "
-            f"got {', '.join(given) or 'none'}",
+            "allowed_token_ids", f"allowed_token_ids cannot be combined with {spec.field}"
         )
-    if given == ["choice"] and not _check_strings("structured_outputs.choice", spec.choice):
-        raise RequestError(field, "structured_outputs.choice must not be empty")
+    return spec
 
 
 _FLAGS = (

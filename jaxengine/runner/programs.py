@@ -7,6 +7,7 @@ accident; every compilation goes through here and is counted.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ class Programs:
         self._params = params
         self._state = state
         self._slot_shape = slot_shape
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")
+        self._pool = ThreadPoolExecutor(threads, "compile", initializer=_yield_to_others)
         self._futures: dict[Key, Future[Any]] = {}
         self._lock = threading.Lock()
         self.num_compiled = 0
@@ -122,7 +123,8 @@ class Programs:
         started = time.monotonic()
         compiled = self._lowered(key).compile()
         self.num_compiled += 1
-        log.debug("compiled %s in %.2f s", key, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        log.info("program %d ready: %s, %.1f s", self.num_compiled, _describe(key), seconds)
         return compiled
 
     def _lowered(self, key: Key) -> Any:
@@ -164,6 +166,18 @@ class Programs:
         mask = _ints(size, -(-config.spec.vocab_size // 32))
         jitted_sample = jax.jit(run_sample, donate_argnums=1)
         return jitted_sample.lower(head, slots, hidden, _ints(rows_layout(size).size), mask)
+
+
+def _yield_to_others() -> None:
+    """Compile at low priority: requests are served meanwhile."""
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _describe(key: Key) -> str:
+    if isinstance(key.size, Bucket):
+        return f"{'decode' if key.size.decode_only else 'mixed'} {key.size.tokens}"
+    return f"{key.kind} {key.size}" if key.size else key.kind
 
 
 def head_params(params: Params) -> Params:

@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 import jaxengine
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM
-from jaxengine.server import basic, chat, completions, errors
+from jaxengine.server import admin, basic, chat, completions, errors
 from jaxengine.server.middleware import Gate
 from jaxengine.server.state import ServerState
 
@@ -21,7 +21,7 @@ def build_app(engine: AsyncLLM | None, config: EngineConfig) -> FastAPI:
     )
     app.state.server = ServerState(config, engine)
     errors.install(app)
-    for router in (completions.router, chat.router, basic.router):
+    for router in (completions.router, chat.router, basic.router, admin.router):
         app.include_router(router)
     app.add_middleware(Gate, config=config.server)
     if config.server.allowed_origins:

@@ -111,10 +111,3 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     ids = check_token_ids("tokens", body.tokens, engine.ready.vocab_size)
     text = await off_loop(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
     return JSONResponse({"prompt": text})
-
-
-@router.post("/reset_prefix_cache", response_model=None)
-async def reset_prefix_cache(request: Request) -> Response:
-    """Forget all cached prefixes; {"success": false} when some are in use."""
-    done = await engine_of(request).reset_prefix_cache()
-    return JSONResponse({"success": done})

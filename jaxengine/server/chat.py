@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from jaxengine.engine.async_llm import AsyncLLM, RequestStream, off_loop
 from jaxengine.frontend.chat_template import render_messages
-from jaxengine.frontend.outputs import CompletionOutput, RequestOutput, usage
+from jaxengine.frontend.outputs import CompletionOutput, usage
 from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.errors import ApiError
@@ -23,7 +23,6 @@ from jaxengine.server.protocol import (
     TokenizeBody,
     check_fields,
     logprobs_count,
-    priority_of,
     sampling_params,
 )
 from jaxengine.server.responses import (
@@ -37,8 +36,8 @@ from jaxengine.server.responses import (
     encode,
     usage_body,
 )
-from jaxengine.server.sse import event, sse_response
-from jaxengine.server.state import check_model, engine_of, request_id_of
+from jaxengine.server.sse import DONE, event, sse_response
+from jaxengine.server.state import body_size, check_model, engine_of, request_id_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
 
 router = APIRouter()
@@ -60,7 +59,7 @@ class _Call:
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation, whole or streamed."""
     engine = engine_of(request)
-    call = _check(body, engine, request)
+    call = await off_loop(body_size(request), lambda: _check(body, engine, request))
     streams = await unless_hangup(request, _admit(call, engine))
     if body.stream:
         return await sse_response(request, _chunks(call, streams[0]), close_all(streams))
@@ -108,15 +107,7 @@ async def _admit(call: _Call, engine: AsyncLLM) -> list[RequestStream]:
     text = await render(body, engine)
     prompt = {"prompt": text, "add_special_tokens": bool(body.add_special_tokens)}
     try:
-        return await admit(
-            engine,
-            [prompt],
-            call.params,
-            call.id,
-            kind="delta" if body.stream else "final",
-            priority=priority_of(body),
-            cache_salt=body.cache_salt,
-        )
+        return await admit(engine, [prompt], call.params, call.id, body)
     except RequestError as error:  # the client wrote messages and top_logprobs
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if error.field == "max_tokens" and body.max_completion_tokens is not None:
@@ -204,12 +195,11 @@ async def _chunks(call: _Call, stream: RequestStream) -> AsyncGenerator[bytes]:
     with_usage = options is not None and bool(options.include_usage)
     continuous = with_usage and bool(options and options.continuous_usage_stats)
     greeted: set[int] = set()
-    last: RequestOutput | None = None
     chunk = ChatChunk(call.id, call.created, call.model, [])
     if with_usage and not continuous:
         chunk.usage = None
-    async for _, output in merged([stream]):
-        last = output
+    async for [(_, output)], done in merged([stream]):
+        events = []
         if continuous:
             chunk.usage = usage_body(usage([output]))
         for new in output.outputs:
@@ -219,7 +209,7 @@ async def _chunks(call: _Call, stream: RequestStream) -> AsyncGenerator[bytes]:
                 chunk.choices = [ChatChunkChoice(new.index, Delta("assistant", call.echo))]
                 if body.return_token_ids and first:
                     chunk.prompt_token_ids = output.prompt_token_ids
-                yield event(encode(chunk))
+                events.append(event(encode(chunk)))
                 chunk.prompt_token_ids = UNSET
             if not (new.text or new.finish_reason or new.logprobs or body.return_token_ids):
                 continue  # text held back: half a character, or the start of a stop string
@@ -231,8 +221,12 @@ async def _chunks(call: _Call, stream: RequestStream) -> AsyncGenerator[bytes]:
             if body.return_token_ids:
                 choice.token_ids = new.token_ids
             chunk.choices = [choice]
-            yield event(encode(chunk))
-    if with_usage and last is not None:
-        chunk.choices = []
-        chunk.usage = usage_body(usage([last]))
-        yield event(encode(chunk))
+            events.append(event(encode(chunk)))
+        if done:
+            if with_usage:
+                chunk.choices = []
+                chunk.usage = usage_body(usage([output]))
+                events.append(event(encode(chunk)))
+            events.append(DONE)
+        if events:
+            yield b"".join(events)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
-from jaxengine.engine.async_llm import AsyncLLM, RequestStream
+from jaxengine.engine.async_llm import AsyncLLM, RequestStream, off_loop
 from jaxengine.frontend.logprobs import PositionLogprobs
 from jaxengine.frontend.outputs import CompletionOutput, RequestOutput, Usage, usage
 from jaxengine.frontend.processor import Prompt
@@ -21,7 +21,6 @@ from jaxengine.server.protocol import (
     CompletionBody,
     check_fields,
     logprobs_count,
-    priority_of,
     sampling_params,
 )
 from jaxengine.server.responses import (
@@ -31,8 +30,8 @@ from jaxengine.server.responses import (
     encode,
     usage_body,
 )
-from jaxengine.server.sse import event, sse_response
-from jaxengine.server.state import check_model, engine_of, request_id_of
+from jaxengine.server.sse import DONE, event, sse_response
+from jaxengine.server.state import body_size, check_model, engine_of, request_id_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
 
 router = APIRouter()
@@ -58,18 +57,10 @@ class _Call:
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue text or token ids; a list of prompts gives n choices for each."""
     engine = engine_of(request)
-    call = _check(body, engine, request)
+    call = await off_loop(body_size(request), lambda: _check(body, engine, request))
     streams = await unless_hangup(
         request,
-        admit(
-            engine,
-            call.prompts,
-            call.params,
-            call.id,
-            kind="delta" if body.stream else "final",
-            priority=priority_of(body),
-            cache_salt=body.cache_salt,
-        ),
+        admit(engine, call.prompts, call.params, call.id, body),
     )
     if body.stream:
         return await sse_response(request, _chunks(call, streams, engine), close_all(streams))
@@ -215,21 +206,26 @@ async def _chunks(
     chunk = Completion(call.id, call.created, call.model, [])
     if with_usage and not continuous:
         chunk.usage = None
-    async for at, output in merged(streams):
-        latest[at] = output
-        if output.prompt_logprobs is not None:
-            prompt_logprobs[at] = output
-        elif at in prompt_logprobs:  # delivered once; every choice of this prompt echoes it
-            output.prompt_logprobs = prompt_logprobs[at].prompt_logprobs
-        for new in output.outputs:
-            index = at * call.params.n + new.index
-            if index not in echoes:
-                echoes[index] = _Echo(call, output, engine)
-            chunk.choices = [echoes[index].choice(at, output, new)]
-            if continuous:
+    async for news, done in merged(streams):
+        events = []
+        for at, output in news:
+            latest[at] = output
+            if output.prompt_logprobs is not None:
+                prompt_logprobs[at] = output
+            elif at in prompt_logprobs:  # delivered once; every choice of this prompt echoes it
+                output.prompt_logprobs = prompt_logprobs[at].prompt_logprobs
+            for new in output.outputs:
+                index = at * call.params.n + new.index
+                if index not in echoes:
+                    echoes[index] = _Echo(call, output, engine)
+                chunk.choices = [echoes[index].choice(at, output, new)]
+                if continuous:
+                    chunk.usage = usage_body(_usage(call, list(latest.values())))
+                events.append(event(encode(chunk)))
+        if done:
+            if with_usage:
+                chunk.choices = []
                 chunk.usage = usage_body(_usage(call, list(latest.values())))
-            yield event(encode(chunk))
-    if with_usage:
-        chunk.choices = []
-        chunk.usage = usage_body(_usage(call, list(latest.values())))
-        yield event(encode(chunk))
+                events.append(event(encode(chunk)))
+            events.append(DONE)
+        yield b"".join(events)

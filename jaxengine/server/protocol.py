@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.server.constraints import constraint_of
 from jaxengine.server.errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -24,12 +25,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None, {}),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
+    "structural_tag": (None,),
+    "guided_whitespace_pattern": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -107,6 +104,12 @@ class SamplingBody(BaseModel):
     truncate_prompt_tokens: Number = None
     priority: Number = None
     cache_salt: str | None = None
+    response_format: Any = None  # these six: see server.constraints
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -169,16 +172,13 @@ def check_fields(body: SamplingBody) -> None:
 
 
 def sampling_params(body: SamplingBody, defaults: SamplingParams, **more: Any) -> SamplingParams:
-    """The body's values over `defaults` (the model's), with `more` on top. Not yet validated."""
+    """The body's values over `defaults` (the model's), with `more` on top. Not yet validated, but
+    for the constraint (ApiError 400)."""
     given = {name: getattr(body, name) for name in _SAMPLING}
     chosen = {name: getattr(defaults, name) for name in SamplingParams.__struct_fields__}
     chosen |= {name: value for name, value in given.items() if value is not None}
+    chosen["structured_outputs"] = constraint_of(body)[0]
     return SamplingParams(**(chosen | more))
-
-
-def priority_of(body: SamplingBody) -> Any:
-    """Priority of the request, 0 if none was given; its range is checked with the parameters."""
-    return 0 if body.priority is None else body.priority
 
 
 def logprobs_count(value: int | float) -> int:

@@ -36,8 +36,9 @@ class SseResponse(StreamingResponse):
 async def sse_response(
     request: Request, chunks: AsyncGenerator[bytes], close: Callable[[], None]
 ) -> SseResponse:
-    """Wait for the first event, so that an early error still gets its own status; then stream.
+    """Wait for the first events, so that an early error still gets its own status; then stream.
 
+    `chunks` are one or more whole events each, the last with `DONE`: one write to the socket each.
     A later error is sent as one last event {"error": ...}, without [DONE].
     """
     try:
@@ -51,7 +52,6 @@ async def sse_response(
             yield first
             async for chunk in chunks:
                 yield chunk
-            yield DONE
         except Exception as error:  # noqa: BLE001 - the 200 is sent; the stream must say so itself
             yield event(error_body(to_api_error(error)))
 

@@ -55,6 +55,12 @@ def check_model(request: Request, model: str | None) -> str:
     return model or names[0]
 
 
+def body_size(request: Request) -> int:
+    """Bytes of the body as announced; 0 when it comes in chunks of unknown number."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() else 0
+
+
 def request_id_of(request: Request) -> str:
     """The client's X-Request-Id, or the one that the middleware made."""
     request_id: str = request.scope["request_id"]

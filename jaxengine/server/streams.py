@@ -9,12 +9,15 @@ from typing import Any
 
 from fastapi import Request
 
-from jaxengine.engine.async_llm import AsyncLLM, Kind, RequestStream
+from jaxengine.engine.async_llm import AsyncLLM, RequestStream
 from jaxengine.engine.process import INVALID_REQUEST
 from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.frontend.processor import Prompt
+from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.server.constraints import constraint_of, named_as_given
 from jaxengine.server.errors import ApiError, ClientGone
+from jaxengine.server.protocol import SamplingBody
 
 
 async def unless_hangup[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -42,9 +45,12 @@ def raise_if_failed(output: RequestOutput) -> None:
     """ApiError when the engine ended a sequence with an error: 400 if it refused it, else 500."""
     for choice in output.outputs:
         if choice.finish_reason == "error":
-            refused = choice.stop_reason == INVALID_REQUEST
             text = choice.error or "the engine could not finish this request"
-            raise ApiError(400 if refused else 500, text, param="prompt" if refused else None)
+            # what only the engine finds out of a constraint is the client's mistake too
+            constraint = text.startswith("structured_outputs")
+            refused = constraint or choice.stop_reason == INVALID_REQUEST
+            param = "structured_outputs" if constraint else "prompt"
+            raise ApiError(400 if refused else 500, text, param=param if refused else None)
 
 
 async def final_outputs(streams: Sequence[RequestStream]) -> list[RequestOutput]:
@@ -61,29 +67,26 @@ async def final_outputs(streams: Sequence[RequestStream]) -> list[RequestOutput]
     return finals
 
 
-async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Outputs of all streams as they come, with the stream's position."""
-    if len(streams) == 1:
-        async for output in streams[0]:
+async def merged(
+    streams: Sequence[RequestStream],
+) -> AsyncIterator[tuple[list[tuple[int, RequestOutput]], bool]]:
+    """Whenever there is something: all that came meanwhile, as (position of the stream, output),
+    and whether that was the last."""
+    wake = asyncio.Event()
+    for stream in streams:
+        stream.wake(wake)
+    left = dict(enumerate(streams))
+    while left:
+        wake.clear()
+        news = [(i, out) for i, s in left.items() if (out := s.poll()) is not None]
+        if not news:
+            await wake.wait()
+            continue
+        for i, output in news:
             raise_if_failed(output)
-            yield 0, output
-        return
-    waiting = {asyncio.ensure_future(anext(s, None)): i for i, s in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = waiting.pop(task)
-                ready = task.result()
-                if ready is None:
-                    continue
-                raise_if_failed(ready)
-                waiting[asyncio.ensure_future(anext(streams[index], None))] = index
-                yield index, ready
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+            if output.finished:
+                del left[i]
+        yield news, not left
 
 
 def close_all(streams: Sequence[RequestStream]) -> Callable[[], None]:
@@ -99,10 +102,7 @@ async def admit(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     request_id: str,
-    *,
-    kind: Kind,
-    priority: int = 0,
-    cache_salt: str | None = None,
+    body: SamplingBody,
 ) -> list[RequestStream]:
     """A stream for each prompt; all or none: what was admitted is closed when one is refused."""
     streams: list[RequestStream] = []
@@ -110,10 +110,18 @@ async def admit(
         for i, prompt in enumerate(prompts):
             name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
             stream = await engine.add(
-                prompt, params, name, kind=kind, priority=priority, cache_salt=cache_salt
+                prompt,
+                params,
+                name,
+                kind="delta" if body.stream else "final",
+                # a number that is no integer is refused with the other parameters
+                priority=0 if body.priority is None else body.priority,  # type: ignore[arg-type]
+                cache_salt=body.cache_salt,
             )
             streams.append(stream)
-    except BaseException:
+    except BaseException as error:
         close_all(streams)()
+        if isinstance(error, RequestError) and params.structured_outputs is not None:
+            raise named_as_given(error, constraint_of(body)[1]) from None
         raise
     return streams

@@ -211,7 +211,10 @@ def prefill_attention(
                         seen &= at[None, :] > at_query[:, None] - window
                     mask = jnp.tile(seen, (group, 1))[None]
                     s = jnp.where(mask, s, NEG)
-                    v = jnp.where((at < position + count)[:, None, None], v, 0)
+                    used = at < position + count
+                    if window:  # blocks that the window left behind are somebody else's now
+                        used &= at > position - window
+                    v = jnp.where(used[:, None, None], v, 0)
                 new_top = jnp.maximum(top, s.max(-1))
                 p = jnp.exp(s - new_top[..., None])
                 if masked:

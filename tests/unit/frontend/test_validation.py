@@ -15,6 +15,7 @@ from jaxengine.frontend.validation import (
     check_params,
     check_priority,
     check_prompt_ids,
+    check_structured_outputs,
     fit_to_context,
 )
 from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -48,10 +49,6 @@ BAD: list[tuple[str, Any]] = [
     ("skip_special_tokens", 0),
     ("detokenize", "no"),
     ("skip_reading_prefix_cache", 1),
-    ("structured_outputs", StructuredOutputsParams()),
-    ("structured_outputs", StructuredOutputsParams(regex="a", json={})),
-    ("structured_outputs", StructuredOutputsParams(choice=[])),
-    ("structured_outputs", {"regex": "a"}),
 ]
 
 
@@ -174,3 +171,36 @@ def test_priority_and_cache_salt() -> None:
     for salt in ("", 5):
         with pytest.raises(RequestError, match="cache_salt"):
             check_cache_salt(salt)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (StructuredOutputsParams(), "structured_outputs"),
+        (StructuredOutputsParams(regex="a", json={}), "structured_outputs"),
+        (StructuredOutputsParams(choice=[]), "structured_outputs.choice"),
+        (StructuredOutputsParams(regex=""), "structured_outputs.regex"),
+        (StructuredOutputsParams(json="{"), "structured_outputs.json"),
+        (StructuredOutputsParams(json='{"extends": {}}'), "structured_outputs.json"),
+        (StructuredOutputsParams(json_object=False), "structured_outputs"),
+        ({"regex": "a"}, "structured_outputs"),
+    ],
+)
+def test_bad_constraints_are_named(asked: Any, named: str) -> None:
+    with pytest.raises(RequestError, match=f"^{named} ") as caught:
+        check_structured_outputs(SamplingParams(structured_outputs=asked))
+    assert caught.value.field == "structured_outputs"
+
+
+def test_constraints() -> None:
+    assert check_structured_outputs(SamplingParams()) is None
+    spec = check_structured_outputs(
+        SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "string"}))
+    )
+    assert spec is not None and spec.key == ("json", '{"type":"string"}')
+    pair = SamplingParams(
+        allowed_token_ids=[5], structured_outputs=StructuredOutputsParams(regex="a")
+    )
+    with pytest.raises(RequestError, match="structured_outputs.regex") as caught:
+        check_structured_outputs(pair)
+    assert caught.value.field == "allowed_token_ids"

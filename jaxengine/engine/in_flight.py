@@ -1,0 +1,127 @@
+"""The requests in flight: engine outputs find their streams, ended requests leave no trace."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from jaxengine.engine.admission import WaitingRoom
+from jaxengine.engine.client import EngineClient, EngineDeadError
+from jaxengine.engine.messages import EngineOutput
+from jaxengine.engine.stream import Kind, RequestStream
+from jaxengine.frontend.output_processor import OutputProcessor
+from jaxengine.frontend.outputs import RequestOutput
+from jaxengine.frontend.processor import ProcessedRequest
+from jaxengine.metrics.prometheus import Metrics
+
+
+class InFlight:
+    """Streams by internal id. Used by one event loop."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        outputs: OutputProcessor,
+        metrics: Metrics,
+        waiting: WaitingRoom,
+    ) -> None:
+        self._client = client
+        self._outputs = outputs
+        self._metrics = metrics
+        self._waiting = waiting
+        self._streams: dict[str, RequestStream] = {}
+        self._unstarted: dict[str, RequestStream] = {}  # by child id, until the first output
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(
+        self, processed: ProcessedRequest, request_id: str, kind: Kind, clock: float
+    ) -> RequestStream:
+        """Send the request to the engine. `clock`: time.monotonic() of its arrival.
+        Raises EngineDeadError."""
+        internal_id = processed.request_id
+        stream = RequestStream(self.drop, request_id, internal_id, kind)
+        stream.prompt_len = len(processed.prompt_token_ids)
+        stream.child_ids = [request.request_id for request in processed.requests]
+        self._outputs.add(processed, kind)
+        self._streams[internal_id] = stream
+        self._unstarted.update(dict.fromkeys(stream.child_ids, stream))
+        self.idle.clear()
+        self._waiting.enter(stream.prompt_len)
+        self._metrics.added(processed.requests, clock)
+        try:
+            for request in processed.requests:
+                self._client.add(request)
+        except EngineDeadError:
+            self.drop(internal_id)
+            raise
+        return stream
+
+    def deliver(self, outputs: list[EngineOutput]) -> None:
+        """Hand one step's outputs to their streams."""
+        self._metrics.outputs(outputs, time.monotonic())
+        for done in outputs:
+            if done.finish_reason is not None:
+                self._metrics.finished(done.request_id, done.finish_reason)
+        results, stopped = self._outputs.process(outputs)
+        if stopped:  # a stop string was found in the text; the engine does not know yet
+            self._client.abort(stopped)
+            for child_id in stopped:
+                self._metrics.finished(child_id, "stop")
+        if self._unstarted:
+            for output in outputs:
+                if output.request_id in self._unstarted:
+                    self._mark_started(self._unstarted[output.request_id])
+        for result in results:
+            stream = self._streams.get(result.request_id)
+            if stream is None:
+                continue
+            if result.finished:
+                self._forget(stream, "stop")
+            stream.put(result)
+
+    def abort(self, request_id: str) -> None:
+        """End every request that a user named so, with a last output of reason "abort"."""
+        for stream in [s for s in self._streams.values() if s.request_id == request_id]:
+            output = self._abort_stream(stream)
+            if output is not None:
+                stream.put(output)
+
+    def drop(self, internal_id: str) -> None:
+        """The consumer is gone: abort without a last output. Unknown ids are finished ones."""
+        stream = self._streams.get(internal_id)
+        if stream is not None:
+            self._abort_stream(stream)
+
+    def fail_all(self, error: Exception, reason: str) -> None:
+        """End every stream by raising `error`; they are counted under `reason`."""
+        for stream in list(self._streams.values()):
+            self._outputs.abort(stream.internal_id)
+            self._client.abort(stream.child_ids)
+            self._forget(stream, reason)
+            stream.fail(error)
+
+    def _abort_stream(self, stream: RequestStream) -> RequestOutput | None:
+        output = self._outputs.abort(stream.internal_id)
+        self._client.abort(stream.child_ids)
+        self._forget(stream, "abort")
+        return output
+
+    def _forget(self, stream: RequestStream, reason: str) -> None:
+        """The stream ends; sequences that have not ended yet are counted under `reason`."""
+        for child_id in stream.child_ids:
+            self._metrics.finished(child_id, reason)
+        if self._streams.pop(stream.internal_id, None) is not None:
+            self._mark_started(stream)
+        if not self._streams:
+            self.idle.set()
+
+    def _mark_started(self, stream: RequestStream) -> None:
+        if not stream.started:
+            stream.started = True
+            for child_id in stream.child_ids:
+                self._unstarted.pop(child_id, None)
+            self._waiting.leave(stream.prompt_len)

@@ -1,0 +1,98 @@
+"""Expert MLPs over the experts' table, by the Hopper kernel or by XLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxengine.pallas_kernels import device
+from jaxengine.pallas_kernels.moe import mosaic, reference, routing
+from jaxengine.pallas_kernels.moe.config import MoeConfig, default_config
+
+
+def unsupported(x: Any, weights: Any, gated: bool, config: MoeConfig) -> str:
+    """Why the Hopper kernel cannot take these operands; "" if it can."""
+    width = weights.shape[1] // (2 if gated else 1)
+    if jnp.dtype(x.dtype).name not in ("bfloat16", "float16") or x.dtype != weights.dtype:
+        return f"operands are {x.dtype} and {weights.dtype}, not both bfloat16 or float16"
+    if x.shape[1] % config.block_k:
+        return f"the depth {x.shape[1]} is no multiple of {config.block_k}"
+    if width % config.block_n:
+        return f"the width {width} is no multiple of {config.block_n}"
+    if x.shape[0] < config.block_m:
+        return f"the table has {x.shape[0]} rows, less than a tile's {config.block_m}"
+    return ""
+
+
+def grouped_matmul(
+    x: Float[Array, "R K"],
+    weights: Float[Array, "E N K"],
+    starts: Int[Array, "E"],
+    counts: Int[Array, "E"],
+    *,
+    activation: str = "",
+    config: MoeConfig | None = None,
+    backend: str = "auto",
+    num_sms: int | None = None,
+    interpret: Any = None,
+) -> Float[Array, "R N2"]:
+    """x[r] @ weights[e].T for each row of expert e, with rows as `routing.dispatch` lays them.
+
+    With `activation` ("silu" or "gelu") the weights' first half is the gate and the second the
+    up projection, and the result is activation(gate) * up, of half the width. Rows that no
+    expert owns are undefined. Raises ValueError for shapes that do not fit.
+    """
+    if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[2]:
+        raise ValueError(f"x {x.shape} does not fit weights {weights.shape} (want [E, N, K])")
+    experts, out, depth = weights.shape
+    if counts.shape != (experts,) or starts.shape != (experts,):
+        raise ValueError(f"starts and counts must be [{experts}]")
+    if activation and activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(reference.ACTIVATIONS)}")
+    gated = bool(activation)
+    if config is None:
+        width = out // 2 if gated else out
+        config = default_config(x.shape[0], experts, width, depth, gated)
+    reason = unsupported(x, weights, gated, config)
+    simulated = interpret is not None
+    if not device.choose("moe", backend, reason, simulated=simulated):
+        return reference.grouped_matmul(x, weights, counts, activation=activation)
+    tiles = mosaic.plan_tiles(starts, counts, x.shape[0], config.block_m)
+    return mosaic.grouped_matmul(
+        x,
+        weights,
+        tiles,
+        config=config,
+        activation=activation,
+        num_sms=num_sms or device.num_sms(),
+        interpret=interpret,
+    )
+
+
+def moe_mlp(
+    x: Float[Array, "T D"],
+    gate_up: Float[Array, "E F2 D"],
+    down: Float[Array, "E D F"],
+    weights: Float[Array, "T K"],
+    ids: Int[Array, "T K"],
+    *,
+    activation: str = "silu",
+    backend: str = "auto",
+    num_sms: int | None = None,
+    interpret: Any = None,
+) -> Float[Array, "T D"]:
+    """Sum over each token's experts of weight * down(activation(gate(x)) * up(x)).
+
+    gate_up holds the gate's rows, then the up projection's. An id outside the experts given here
+    adds nothing, which is what a device with a share of the experts needs.
+    """
+    where = routing.dispatch(ids, gate_up.shape[0])
+    table = routing.gather_rows(x, where)
+    how: dict[str, Any] = {"backend": backend, "num_sms": num_sms, "interpret": interpret}
+    hidden = grouped_matmul(
+        table, gate_up, where.starts, where.counts, activation=activation, **how
+    )
+    y = grouped_matmul(hidden, down, where.starts, where.counts, **how)
+    return routing.combine(y, where, weights)
