@@ -87,8 +87,6 @@ class RunnerConfig:
     lazy: compile on first use; auto: background on CPU, full on GPU."""
     compilation_cache_dir: str | None = None
     """Persistent XLA cache; default ~/.cache/jaxengine/xla; "off" disables."""
-    attention_backend: Literal["auto", "mosaic", "xla"] = "auto"
-    """Attention kernels: Pallas Mosaic GPU, or XLA."""
 
 
 @dataclass(frozen=True)

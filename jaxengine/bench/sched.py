@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -111,6 +112,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--depth", type=int, default=2, choices=(1, 2), help="steps in flight")
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--output-json", default=None)
+    parser.add_argument("--model", default=None, help="measure the device's idle share with it too")
+    parser.add_argument("--num-requests", type=int, default=32, help="of the idle share")
     args = parser.parse_args(argv)
     for name in ("input_len", "output_len"):
         if getattr(args, name) < 1:
@@ -133,6 +136,24 @@ def main(argv: list[str]) -> int:
             f"{1e6 / row['us_per_step']:>10.0f}",
             flush=True,
         )
+    idle = _device_idle(args.model, args.num_requests) if args.model else []
     if args.output_json:
-        Path(args.output_json).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        Path(args.output_json).write_text(json.dumps({"rows": rows, "idle": idle}, indent=1) + "\n")
     return 0
+
+
+def _device_idle(model: str, num_requests: int) -> list[dict[str, Any]]:
+    from jaxengine import platform
+
+    platform.setup()
+    from jaxengine.bench.idle import device_idle
+
+    print(f"{model}, {num_requests} requests decoding")
+    print(f"{'':>8}{'step ms':>10}{'device ms':>11}{'host ms':>9}{'device idle':>13}")
+    rows = device_idle(model, num_requests)
+    for row in rows:
+        print(
+            f"{row['scheduling']:>8}{row['step_ms']:>10.1f}{row['device_ms']:>11.1f}"
+            f"{row['host_ms']:>9.2f}{row['idle_share']:>13.1%}"
+        )
+    return rows

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig
@@ -32,6 +32,9 @@ from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
 from jaxengine.sched.updates import RequestUpdate, UpdateBatch
+
+if TYPE_CHECKING:
+    from jaxengine.engine.kv_events import KVEventPublisher
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,8 @@ class EngineCore:
         self.built = built
         self.executor = built.executor
         self.depth = 2 if config.scheduler.async_scheduling else 1
-        self.scheduler = Scheduler(built.planner)
+        self._events = _event_publisher(config)
+        self.scheduler = Scheduler(built.planner, record_events=self._events is not None)
         self._packer = Packer(built.batch_shape, built.slot_shape, config.model.seed)
         self._inflight: deque[InFlight] = deque()
         self._grammars = Grammars(config, built.spec.vocab_size)
@@ -149,6 +153,10 @@ class EngineCore:
         self._stats.step_tokens += plan.num_tokens
         return True
 
+    def _publish_events(self) -> None:
+        if self._events is not None:
+            self._events.publish(self.scheduler.take_events())
+
     def _sample(self, step: InFlight) -> None:
         self.executor.sample(step.handle, self._grammars.masks(step.plan, step.batch.sampler_rows))
         step.unsampled = False
@@ -163,6 +171,7 @@ class EngineCore:
         if self._inflight and self._inflight[0].unsampled:
             self._sample(self._inflight[0])
         outputs = [self._output(update, result) for update in updates]
+        self._publish_events()
         ended = time.perf_counter()
         self._stats.step_seconds += ended - began
         self._stats.host_seconds += (ended - began) - (done - waited)
@@ -225,7 +234,7 @@ class EngineCore:
     def utility(self, method: str, args: list[Any]) -> Any:
         """A named call from a client. Raises ValueError for an unknown name."""
         calls: dict[str, Callable[..., Any]] = {
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "reset_prefix_cache": self._reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
             "pause": self._pause,
             "resume": self.scheduler.resume,
@@ -238,6 +247,12 @@ class EngineCore:
         if method not in calls:
             raise ValueError(f"unknown call {method!r}")
         return calls[method](*args)
+
+    def _reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget cached prefixes; with `reset_running` running requests start over for it."""
+        done = self.scheduler.reset_prefix_cache(reset_running)
+        self._publish_events()
+        return done
 
     def _pause(self, mode: str = "wait") -> None:
         """abort: running requests end now; wait: they finish first; keep: they stand still."""
@@ -278,4 +293,16 @@ class EngineCore:
     def shutdown(self) -> None:
         self._inflight.clear()
         self._grammars.shutdown()
+        if self._events is not None:
+            self._events.close()
         self.executor.shutdown()
+
+
+def _event_publisher(config: EngineConfig) -> KVEventPublisher | None:
+    if config.cache.kv_events_config is None:
+        return None
+    # Not above: an engine in a notebook needs no ZMQ.
+    from jaxengine.engine.kv_events import KVEventPublisher, parse_kv_events_config
+
+    events = parse_kv_events_config(config.cache.kv_events_config)
+    return KVEventPublisher(events) if events.enable else None

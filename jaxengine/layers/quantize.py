@@ -10,7 +10,9 @@ from jaxtyping import Array, Float, Int8
 
 from jaxengine.models.spec import Params
 
-MATRICES = ("qkv", "o", "gate_up", "down")
+# `down` stays wide: what gated activations feed it has outliers, and rounding them cost more
+# perplexity than all the others together (5.3 against 2.1 % on the demo model).
+MATRICES = ("qkv", "o", "gate_up")
 
 
 @jax.jit
@@ -24,7 +26,7 @@ def quantize(
 
 
 def quantize_params(params: Params) -> Params:
-    """The tree with every matrix product in 8 bits; the embedding stays as lookup table.
+    """The tree with its matrix products in 8 bits; the embedding stays as lookup table.
 
     A tied head becomes an 8-bit copy of its own. Replaces leaf by leaf, so that the wide
     matrices are freed on the way.

@@ -1,4 +1,4 @@
-"""The sampler: float32 logits in, token ids out, inside the engine's one jitted step.
+"""The sampler: float32 logits in, token ids out, in the second of a step's two programs.
 
 Order (engine-behaviour 8.2): grammar mask; raw log-probabilities; allow lists; bad words;
 min_tokens and logit_bias; penalties; argmax for greedy rows; temperature; min-p; top-k; top-p;

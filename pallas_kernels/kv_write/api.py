@@ -40,16 +40,11 @@ def write_kv(
     reason = ""
     if cos is None or sin is None:
         reason = "there is nothing to fuse with the write"
-    elif dim % 32:
-        reason = f"the head width {dim} is no multiple of 32"
+    else:
+        reason = mosaic.row_reason(kv_heads, dim)
     fused = device.choose("kv_write", backend, reason, simulated=interpret is not None)
     if not fused or cos is None or sin is None:
         return write_head_major(kv_cache, k, v, slots, cos=cos, sin=sin, kv_scales=kv_scales)
-    more = -tokens % mosaic.ROWS
-    if more:
-        k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) for x in (k, v))
-        cos, sin = (jnp.pad(x, ((0, more), (0, 0))) for x in (cos, sin))
-        slots = jnp.pad(slots, (0, more), constant_values=-1)
     scales = jnp.ones((kv_heads, 2), jnp.float32) if kv_scales is None else 1 / kv_scales
     return mosaic.write_rotated(
         kv_cache,

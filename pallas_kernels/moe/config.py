@@ -29,5 +29,5 @@ def default_config(rows: int, experts: int, width: int, depth: int, gated: bool)
     wgs = 1 if rows // max(experts, 1) <= 64 else 2
     block_n = next((n for n in (128, 64, 32, 16, 8) if width % n == 0), 8)
     block_k = 128 if depth % 128 == 0 and wgs == 1 else 64
-    stages = 4 if block_k == 64 or not gated else 3
+    stages = 4 if block_k == 64 else 2 if gated else 4
     return MoeConfig(wgs, block_n, block_k, stages)

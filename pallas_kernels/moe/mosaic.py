@@ -88,7 +88,7 @@ def grouped_matmul(
             @pl.loop(0, turns)
             def _(turn: Any) -> None:
                 tile, column = where(turn)
-                own = tiles_ref[tile, ROWS] - wg * 64
+                own = jnp.clip(tiles_ref[tile, ROWS] - wg * 64, 0, 64)
 
                 def scope(*accs: Any) -> tuple[jax.Array, ...]:
                     @pl.loop(0, steps)

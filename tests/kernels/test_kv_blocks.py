@@ -57,7 +57,7 @@ def test_write_is_float64s(tokens: int, heads: int, rotated: bool, seed: int) ->
 
 
 def test_write_kernel_is_the_reference() -> None:
-    cache, k, v, slots, angle = inputs(10, 2, 64, 16, 3)
+    cache, k, v, slots, angle = inputs(10, 2, 256, 16, 3)
     scales = jnp.array([[0.5, 2.0], [1.0, 0.25]], jnp.float32)
     for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
         args = (jnp.asarray(cache).astype(dtype), jnp.asarray(k), jnp.asarray(v))

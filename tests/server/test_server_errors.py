@@ -83,6 +83,34 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (C, {"stream": True, "temperature": -1}, "temperature"),
     (C, {"stream_options": {"include_usage": True}}, "stream_options"),
     (CC, {"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options"),
+    # constraints: malformed, contradictory, or two at once
+    (CC, {"response_format": "json"}, "response_format"),
+    (CC, {"response_format": {"type": "json_schema"}}, "response_format"),
+    (CC, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    (CC, {"response_format": {"type": "xml"}}, "response_format"),
+    (CC, {"response_format": {}}, "response_format"),
+    (C, {"response_format": {"type": "json_object", "schema": 5}}, "response_format"),
+    (C, {"structured_outputs": "x"}, "structured_outputs"),
+    (C, {"structured_outputs": {"regex": 5}}, "structured_outputs"),
+    (C, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    (C, {"structured_outputs": {"choice": []}}, "structured_outputs"),
+    (C, {"structured_outputs": {"rejex": "a"}}, "structured_outputs"),
+    (C, {"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs"),
+    (C, {"guided_json": "{"}, "guided_json"),
+    (C, {"guided_choice": "yes"}, "guided_choice"),
+    (C, {"guided_choice": []}, "guided_choice"),
+    (C, {"guided_regex": ""}, "guided_regex"),
+    (C, {"guided_grammar": 7}, "guided_grammar"),
+    (C, {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    (
+        CC,
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        "guided_regex",
+    ),
+    (C, {"guided_regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids"),
+    (C, {"guided_regex": "("}, "guided_regex"),
+    (C, {"priority": 1.5}, "priority"),
+    (C, {"cache_salt": ""}, "cache_salt"),
     # known, not supported
     (C, {"suffix": "end"}, "suffix"),
     (C, {"best_of": 3}, "best_of"),
@@ -135,6 +163,8 @@ def test_wrong_places(server: Server) -> None:
 
 def test_unknown_fields_and_harmless_values_are_accepted(server: Server) -> None:
     fields = {"flavour": "sweet", "suffix": None, "best_of": 1, "response_format": {"type": "text"}}
+    assert call(server.url, C, _body(C, fields))[0] == 200
+    fields = {"structured_outputs": {}, "guided_json": None, "cache_salt": "x", "priority": -5}
     assert call(server.url, C, _body(C, fields))[0] == 200
     fields = {"tools": [], "tool_choice": "auto", "functions": None, "store": True}
     assert call(server.url, CC, _body(CC, fields))[0] == 200
@@ -195,6 +225,24 @@ def test_key_size_and_names() -> None:
         assert (
             "\nvllm:num_requests_running{" in text and "\njaxengine:num_requests_running{" in text
         )
+
+
+def test_admin_routes_need_the_key_and_a_mode_that_exists() -> None:
+    with running("--api-key", "s3cret", "--max-num-queued-tokens", "40") as up:
+        key = {"Authorization": "Bearer s3cret"}
+        for path in ("/reset_prefix_cache", "/pause", "/resume", "/sleep", "/wake_up"):
+            assert call(up.url, path, {})[0] == 401
+        for path in ("/is_paused", "/is_sleeping", "/server_info"):
+            assert call(up.url, path)[0] == 401
+        assert call(up.url, "/reset_prefix_cache", {}, headers=key)[1] == {"success": True}
+        status, body, _ = call(up.url, "/pause?mode=now", {}, headers=key)
+        assert status == 400 and body["error"]["param"] == "mode"
+        status, body, _ = call(up.url, "/sleep?level=3", {}, headers=key)
+        assert status == 400 and body["error"]["param"] == "level"
+        info = call(up.url, "/server_info", headers=key)[1]
+        assert "s3cret" not in str(info) and info["engine"]["info"] == {"core": "stub"}
+        # an empty room takes any prompt, however many tokens may wait
+        assert call(up.url, C, {"prompt": [5] * 100}, headers=key)[0] == 200
 
 
 def test_overload_is_503_with_retry_after() -> None:
