@@ -22,7 +22,7 @@ from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Programs
 from jaxengine.runner.state import state_shapes
-from jaxengine.runner.warmup import warmup_keys
+from jaxengine.runner.warmup import first_keys, warmup_keys
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.config import GroupSpec, PlannerConfig
 from jaxengine.sched.slot_record import SlotShape
@@ -77,6 +77,7 @@ def build(config: EngineConfig) -> Built:
     programs = Programs(step, shapes, state, slot_shape)
     warmup = _warmup(config.runner.warmup)
     if warmup != "lazy":
+        programs.start(first_keys(buckets, sizes), urgent=True)
         programs.start(warmup_keys(buckets, sizes))
 
     def load() -> Params:

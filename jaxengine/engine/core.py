@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any
 from jaxengine import platform
 from jaxengine.config import EngineConfig
 from jaxengine.engine.grammars import Grammars
-from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
+from jaxengine.engine.messages import (
+    INVALID_REQUEST,
+    EngineOutput,
+    EngineReady,
+    EngineRequest,
+    EngineStats,
+)
 from jaxengine.engine.packer import Packer
 from jaxengine.engine.results import PromptLogprobs, logprobs_of
 from jaxengine.executor.base import Batch
@@ -85,9 +91,7 @@ class EngineCore:
             if request.grammar is not None:
                 self._grammars.watch(request)
         except ValueError as error:
-            self._outputs.append(
-                EngineOutput(wire.request_id, [], finish_reason="error", error=str(error))
-            )
+            self._outputs.append(_refusal(wire.request_id, str(error)))
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End these; unknown ids are skipped. No output is made for them."""
@@ -180,9 +184,7 @@ class EngineCore:
     def _end_failed_grammars(self) -> None:
         for request, reason in self._grammars.failed():
             if self.scheduler.abort([request.request_id]):
-                self._outputs.append(
-                    EngineOutput(request.request_id, [], finish_reason="error", error=reason)
-                )
+                self._outputs.append(_refusal(request.request_id, reason))
 
     def _reconcile(self, plan: StepPlan, result: StepResult) -> UpdateBatch:
         for row, part in result.prompt_logprobs.items():
@@ -296,6 +298,13 @@ class EngineCore:
         if self._events is not None:
             self._events.close()
         self.executor.shutdown()
+
+
+def _refusal(request_id: str, reason: str) -> EngineOutput:
+    """The end of a request that is the client's mistake."""
+    return EngineOutput(
+        request_id, [], finish_reason="error", stop_reason=INVALID_REQUEST, error=reason
+    )
 
 
 def _event_publisher(config: EngineConfig) -> KVEventPublisher | None:

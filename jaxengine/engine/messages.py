@@ -8,6 +8,8 @@ import msgspec
 
 from jaxengine.sampling_params import SamplingParams
 
+INVALID_REQUEST = "invalid_request"  # stop_reason of a request that the engine refused: HTTP 400
+
 
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One sequence for the engine, validated and tokenized (n > 1 was fanned out before)."""

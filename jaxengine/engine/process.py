@@ -22,6 +22,7 @@ import zmq
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 from jaxengine.engine.messages import (
+    INVALID_REQUEST,
     EngineOutput,
     EngineOutputs,
     EngineReady,
@@ -36,8 +37,6 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL = 0.25  # seconds between stats while working; one more follows when work ends
 _PARENT_CHECK_MS = 500
 _PR_SET_PDEATHSIG = 1
-
-INVALID_REQUEST = "invalid_request"  # stop_reason of a request that the engine refused
 
 
 class Core(Protocol):

@@ -56,19 +56,21 @@ class Programs:
         self._params = params
         self._state = state
         self._slot_shape = slot_shape
-        self._pool = ThreadPoolExecutor(threads, "compile", initializer=_yield_to_others)
+        self._urgent = ThreadPoolExecutor(threads, "compile")
+        self._pool = ThreadPoolExecutor(threads, "warm-up", initializer=_yield_to_others)
         self._futures: dict[Key, Future[Any]] = {}
         self._lock = threading.Lock()
         self.num_compiled = 0
         self.compiled_after_warmup = 0
         self.warm = False
 
-    def start(self, keys: Sequence[Key]) -> None:
-        """Queue compilations, in this order."""
+    def start(self, keys: Sequence[Key], urgent: bool = False) -> None:
+        """Queue compilations, in this order; the urgent ones at full priority."""
+        pool = self._urgent if urgent else self._pool
         with self._lock:
             for key in keys:
                 if key not in self._futures:
-                    self._futures[key] = self._pool.submit(self._compile, key)
+                    self._futures[key] = pool.submit(self._compile, key)
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Wait for all that was queued. Raises what a compilation raised."""
@@ -107,7 +109,8 @@ class Programs:
         return future is not None and future.done()
 
     def shutdown(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._urgent):
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _wait_quietly(self) -> None:
         for key in list(self._futures):

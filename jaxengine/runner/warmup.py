@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
 
 
-def warmup_keys(buckets: list[Bucket], row_sizes: Iterable[int]) -> list[Key]:
-    """All programs. A short prompt and a lone decode come first, then the largest shapes: any
-    batch fits those while its own is still compiling."""
+def first_keys(buckets: list[Bucket], row_sizes: Sequence[int]) -> list[Key]:
+    """What a first short prompt and its decode need."""
+    decode = next(b for b in buckets if b.decode_only)
+    mixed = next(b for b in buckets if not b.decode_only)
+    return [Key("forward", mixed), Key("sample", row_sizes[0]), Key("forward", decode)]
+
+
+def warmup_keys(buckets: list[Bucket], row_sizes: Sequence[int]) -> list[Key]:
+    """All programs. After the first request's come the largest shapes: any batch fits those while
+    its own is still compiling."""
     decode = [b for b in buckets if b.decode_only]
     mixed = [b for b in buckets if not b.decode_only]
-    sizes = list(row_sizes)
-    first = [
-        Key("forward", mixed[0]),
-        Key("sample", sizes[0]),
-        Key("forward", decode[0]),
+    largest = [
         Key("forward", mixed[-1]),
-        Key("sample", sizes[-1]),
+        Key("sample", row_sizes[-1]),
         Key("forward", decode[-1]),
     ]
     rest = [Key("forward", b) for b in (*mixed, *decode)]
-    rest += [Key("sample", n) for n in sizes]
+    rest += [Key("sample", n) for n in row_sizes]
     rest += [Key("score", b.tokens) for b in mixed]
-    return list(dict.fromkeys([*first, *rest, Key("seed")]))
+    order = [*first_keys(buckets, row_sizes), *largest, *rest, Key("seed")]
+    return list(dict.fromkeys(order))

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from jaxengine.engine.async_llm import AsyncLLM, RequestStream
-from jaxengine.engine.process import INVALID_REQUEST
+from jaxengine.engine.messages import INVALID_REQUEST
 from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.frontend.processor import Prompt
 from jaxengine.frontend.validation import RequestError

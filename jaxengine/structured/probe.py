@@ -42,7 +42,9 @@ class ByteTokenizer:
 
 
 def limits() -> llguidance.LLParserLimits:
-    return llguidance.LLParserLimits(verbose_errors=False)
+    # The library's own limit of items would pass an object of a thousand properties here and
+    # fail on it while tokens are sampled.
+    return llguidance.LLParserLimits(verbose_errors=False, max_items_in_row=20_000)
 
 
 def to_grammar(kind: Any, text: str) -> str:

@@ -1,8 +1,8 @@
 """Grouped matrix product for Hopper: persistent, warp-specialised, with a fused gated activation.
 
 Weights are [E, N, K], so both operands are read along K. An expert's rows start at a multiple of
-8; a tile may reach into the next expert's rows, and stores only its own, by a ladder of copies
-of 64, 32, 16 and 8 rows. One warpgroup brings tiles by TMA, each other multiplies 64 rows.
+8; a tile may reach into the next expert's rows, and stores only its own, 64 or by eights. One
+warpgroup brings tiles by TMA, each other multiplies 64 rows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ EXPERT, FIRST, ROWS, USED = range(4)  # columns of the tile table
 def plan_tiles(
     starts: Int[Array, "E"], counts: Int[Array, "E"], rows: int, block_m: int
 ) -> Int[Array, "tiles 4"]:
-    """Tiles of block_m rows, expert by expert: expert, first row, own rows (a multiple of 8), and
-    in the first tile's last column the number of tiles. Experts without rows have none."""
+    """Tiles of block_m rows, expert by expert: expert, first row / 8 (so that the compiler sees a
+    multiple of 8), own rows (a multiple of 8), number of tiles. Experts without rows have none."""
     experts = counts.shape[0]
     size = rows // block_m + experts
     tiles = -(-counts // block_m)
@@ -37,7 +37,7 @@ def plan_tiles(
     inside = (index - (end[expert] - tiles[expert])) * block_m
     own = jnp.clip(-(-(counts[expert] - inside) // ALIGN) * ALIGN, 0, block_m)
     used = jnp.full((size,), end[-1])
-    table = jnp.stack([expert, starts[expert] + inside, own, used], axis=1)
+    table = jnp.stack([expert, (starts[expert] + inside) // ALIGN, own, used], axis=1)
     return table.astype(jnp.int32)
 
 
@@ -97,8 +97,7 @@ def grouped_matmul(
                         slot = lax.rem(at, jnp.int32(stages))
                         mg.barrier_wait(full.at[slot])
                         for part, acc in enumerate(accs):
-                            b = w_smem.at[slot, pl.ds(part * block_n, block_n)]
-                            mg.wgmma(acc, x_smem.at[slot, pl.ds(wg * 64, 64)], b.T)
+                            mg.wgmma(acc, x_smem.at[slot, wg], w_smem.at[slot, part].T)
                         # The step before this one is done when only this one is in flight.
                         mg.wgmma_wait(parts)
 
@@ -120,19 +119,23 @@ def grouped_matmul(
                 mg.wait_smem_to_gmem(0, wait_read_only=True)
                 o_smem[wg] = y.astype(x.dtype)
                 mg.commit_smem()
-                first = tiles_ref[tile, FIRST] + wg * 64
-                done = jnp.int32(0)
-                for height in (64, 32, 16, 8):
-                    rest = own - done
+                first = tiles_ref[tile, FIRST] * ALIGN + wg * 64
 
-                    @pl.when(rest >= height)
-                    def _(height: int = height, done: Any = done) -> None:
-                        mg.copy_smem_to_gmem(
-                            o_smem.at[wg, pl.ds(done, height)],
-                            out_ref.at[pl.ds(first + done, height), pl.ds(column, block_n)],
-                        )
+                def store(start: int, height: int) -> None:
+                    mg.copy_smem_to_gmem(
+                        o_smem.at[wg, pl.ds(start, height)],
+                        out_ref.at[pl.ds(first + start, height), pl.ds(column, block_n)],
+                    )
 
-                    done = jnp.where(rest >= height, done + height, done)
+                @pl.when(own == 64)
+                def _() -> None:
+                    store(0, 64)
+
+                for start in range(0, 56, ALIGN):
+
+                    @pl.when((own > start) & (own < 64))
+                    def _(start: int = start) -> None:
+                        store(start, ALIGN)
 
             mg.wait_smem_to_gmem(0)
 
@@ -144,7 +147,7 @@ def grouped_matmul(
             @pl.loop(0, turns)
             def _(turn: Any) -> None:
                 tile, column = where(turn)
-                expert, first = tiles_ref[tile, EXPERT], tiles_ref[tile, FIRST]
+                expert, first = tiles_ref[tile, EXPERT], tiles_ref[tile, FIRST] * ALIGN
 
                 @pl.loop(0, steps)
                 def _(step: Any) -> None:
@@ -156,15 +159,16 @@ def grouped_matmul(
                     def _() -> None:
                         mg.barrier_wait(empty.at[slot])
 
-                    mg.copy_gmem_to_smem(
-                        x_ref.at[pl.ds(first, config.block_m), deep],
-                        x_smem.at[slot],
-                        full.at[slot],
-                    )
+                    for piece in range(wgs):
+                        mg.copy_gmem_to_smem(
+                            x_ref.at[pl.ds(first + piece * 64, 64), deep],
+                            x_smem.at[slot, piece],
+                            full.at[slot],
+                        )
                     for part in range(parts):
                         mg.copy_gmem_to_smem(
                             w_ref.at[expert, pl.ds(part * width + column, block_n), deep],
-                            w_smem.at[slot, pl.ds(part * block_n, block_n)],
+                            w_smem.at[slot, part],
                             full.at[slot],
                         )
 
@@ -178,10 +182,10 @@ def grouped_matmul(
         grouped,
         out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
         scratch_types=[
-            mg.matrix((stages, config.block_m, block_k), x.dtype),
-            mg.matrix((stages, parts * block_n, block_k), weights.dtype),
+            mg.matrix((stages, wgs, 64, block_k), x.dtype),
+            mg.matrix((stages, parts, block_n, block_k), weights.dtype),
             mg.matrix((wgs, 64, block_n), x.dtype),
-            mg.Barrier(num_arrivals=1 + parts, num_barriers=stages),
+            mg.Barrier(num_arrivals=wgs + parts, num_barriers=stages),
             mg.Barrier(num_arrivals=wgs, num_barriers=stages),
         ],
         grid=(num_sms,),

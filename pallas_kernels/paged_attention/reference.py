@@ -60,7 +60,8 @@ def decode_attention(
         return _decode_rows(q, k_cache, v_cache, block_table, lens, num_kv_heads, window)
 
     def turn(i: Array, out: Array) -> Array:
-        at = i * step
+        # The last turn may overlap the one before: a slice past the end would be moved.
+        at = jnp.minimum(i * step, total - step)
         live = at + jnp.arange(step) < num_rows
         lens = jnp.where(live, jax.lax.dynamic_slice_in_dim(seq_len, at, step), 0)
         rows = _decode_rows(

@@ -65,8 +65,8 @@ def engine(**settings: Any) -> EngineCore:
     return core
 
 
-def oracle_engine(model: str = "llama") -> EngineCore:
-    return engine(model=model, **ALONE)
+def oracle_engine(model: str = "llama", warmup: str = "full") -> EngineCore:
+    return engine(model=model, warmup=warmup, **ALONE)
 
 
 @contextmanager
@@ -203,7 +203,12 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 @contextmanager
 def no_compilation() -> Iterator[None]:
-    """Nothing is traced, lowered or compiled inside the block."""
+    """Nothing is traced, lowered or compiled inside the block, and no eager operation runs: one
+    that ran before would have to compile again."""
+    for core in OPEN:  # lazy engines may still compile in the background
+        for future in core.executor._runner.programs._futures.values():
+            future.exception()
+    jax.clear_caches()
     before = len(_compile_events)
     yield
     assert _compile_events[before:] == []

@@ -37,9 +37,9 @@ class Mix:
         left = list(self.joins)
 
         def before(core: EngineCore, step: int) -> None:
+            core.abort_requests(self.aborts.get(step, []))
             while left and (left[0][0] <= step or not core.has_work()):
                 core.add_request(left.pop(0)[1])
-            core.abort_requests(self.aborts.get(step, []))
 
         return run(core, [], before)
 
@@ -109,7 +109,14 @@ def test_two_thousand_requests_are_equal() -> None:
     assert total == 2000 and preemptions > 0
 
 
-VARIANTS = ("plain", "a long prompt joins", "logprobs", "the cache is reset")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a long prompt joins": {},
+    "logprobs": {"logprobs": 1},
+    "the cache is reset": {},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "bad_words": [[3, 103]]},
+    "seeds": {"temperature": 1.0, "seed": 11, "presence_penalty": 0.6, "top_p": 0.9},
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -117,10 +124,8 @@ def test_preempted_requests_lose_and_repeat_nothing(variant: str) -> None:
     """B01: 12 blocks of 16 tokens for 8 requests that grow to 84."""
     core = engine(**TIGHT_16)
     rng = random.Random(variant)
-    logprobs = 1 if variant == "logprobs" else None
-    requests = [
-        request(f"{i}", prompt_of(rng, 20), max_tokens=64, logprobs=logprobs) for i in range(8)
-    ]
+    asked = VARIANTS[variant]
+    requests = [request(f"{i}", prompt_of(rng, 20), max_tokens=64, **asked) for i in range(8)]
     late = [request("late", prompt_of(rng, 150), max_tokens=30)]
 
     def before(core: EngineCore, step: int) -> None:
@@ -136,7 +141,7 @@ def test_preempted_requests_lose_and_repeat_nothing(variant: str) -> None:
     assert ids_of(seen) == want
     assert core.stats().num_preemptions > preemptions
     assert all(len(seen[f"{i}"].ids) == 64 for i in range(8))
-    if logprobs:
+    if "logprobs" in asked:
         assert all(len(one.logprobs) == 64 for one in seen.values())
         assert all([e.token_ids[0] for e in s.logprobs] == s.ids for s in seen.values())
 

@@ -8,7 +8,18 @@ from contextlib import contextmanager
 
 import jax
 import numpy as np
-from engine_runs import TIGHT, VOCAB, alone, engine, ids_of, oracle_engine, prompt_of, request, run
+from engine_runs import (
+    TIGHT,
+    VOCAB,
+    alone,
+    depth,
+    engine,
+    ids_of,
+    oracle_engine,
+    prompt_of,
+    request,
+    run,
+)
 
 from jaxengine.engine.core import EngineCore
 
@@ -47,18 +58,21 @@ def test_the_bad_request_ends_and_the_others_do_not_notice() -> None:
         request("scored", [*shared, POISON, 9, 9, 9, 9], prompt_logprobs=1, logprobs=1),
         request("empty", [*shared, POISON], max_tokens=0),
     ]
-    before = core.stats().nan_rows
     with poisoned_embedding(core):
-        wires = [*good, *bad]
-        for _ in range(3):
+        for steps in (1, 2, 2, 2):
+            wires = [*good, *bad]
             rng.shuffle(wires)
-            seen = run(core, wires)
+            before = core.stats().nan_rows
+            with depth(core, steps):
+                seen = run(core, wires)
             for wire in bad:
                 got = seen[wire.request_id]
                 assert got.finish == "error" and got.error
                 assert got.ids == ([POISON] if wire.request_id == "later" else [])
             assert {name: seen[name].ids for name in want} == want
-        assert core.stats().nan_rows == before + 3 * len(bad)
+            # A surplus row may be in flight behind one that ended its request.
+            counted = core.stats().nan_rows - before
+            assert counted >= len(bad) and (steps > 1 or counted == len(bad))
         # Their blocks hold NaN now, and others get them: those whose chunks leave some unused.
         for _ in range(3):
             assert ids_of(run(core, good)) == want

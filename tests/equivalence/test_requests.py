@@ -229,3 +229,29 @@ def test_no_token_asked(core: EngineCore) -> None:
 def test_no_limit_asked_ends_at_the_context(core: EngineCore) -> None:
     seen = one(core, prompt=prompt_of(random.Random(3), 180), max_tokens=None)
     assert len(seen.ids) == core.built.planner.max_model_len - 180 and seen.finish == "length"
+
+
+# -- requests that cannot run ----------------------------------------------------------------
+
+
+def test_a_request_that_cannot_run_ends_alone(core: EngineCore) -> None:
+    bias = {token: 1.0 for token in range(300)}
+    wires = [
+        request("fine", PROMPT),
+        request("edits", PROMPT, logit_bias=bias, bad_words=[[t] for t in range(3, 300)]),
+        request("words", PROMPT, bad_words=[[5, 6, t] for t in range(65)]),
+        request("word", PROMPT, bad_words=[[5] * 17]),
+        request("empty", []),
+        request("long", prompt_of(random.Random(1), 192)),
+    ]
+    seen = run(core, wires)
+    reasons = {
+        "edits": "name 597 tokens",
+        "words": "bad_words holds 65 words",
+        "word": "a word of more than 16 tokens",
+        "empty": "at least one token",
+        "long": "192 tokens",
+    }
+    for name, reason in reasons.items():
+        assert seen[name].finish == "error" and reason in str(seen[name].error)
+    assert seen["fine"].ids == one(core).ids

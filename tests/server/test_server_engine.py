@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import tiny_model
+import zmq
 from serverlib import Server, alive, call, chunks, eventually, hang_up, metric, running
 
+from jaxengine.engine.kv_events import END
 from jaxengine.engine.wire import DEFAULT_CORE
+from jaxengine.sched.kv_events import AllBlocksCleared, BlockStored, EventBatch
 
 C, CC = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"temperature": 0}
 LETTERS = [tiny_model.byte_id(c) for c in "abcdefgh "]
+
+
+def _address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+EVENTS, REPLAY = _address(), _address()
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +40,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = tiny_model.build(tmp_path_factory.mktemp("tiny"))
     flags = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "256"]
     flags += ["--num-gpu-blocks-override", "24", "--scheduling-policy", "priority"]
+    events = {"enable": True, "endpoint": EVENTS, "replay_endpoint": REPLAY, "topic": "kv"}
+    flags += ["--kv-events-config", json.dumps(events)]
     flags += ["--warmup", "lazy", "--served-model-name", "tiny", "--log-level", "warning"]
     with running(model, *flags, core=DEFAULT_CORE) as server:
         yield server
@@ -342,7 +358,7 @@ def test_slow_grammars_are_bounded(up: Server) -> None:
     """B63: each ends in a while, answered or refused; the others do not notice."""
     wide = {
         "type": "object",
-        "properties": {f"p{i}": {"type": "string"} for i in range(1900)},
+        "properties": {f"p{i}": {"type": "string"} for i in range(2000)},
         "additionalProperties": False,
     }
     heavy: list[dict[str, Any]] = [
@@ -379,6 +395,36 @@ def test_cache_salt_and_reset(up: Server) -> None:
     assert [cached("a"), cached("a"), cached("b"), cached(None), cached("b")] == [0, 32, 0, 0, 32]
     assert call(up.url, "/reset_prefix_cache", {})[1] == {"success": True}
     assert cached("a") == 0
+
+
+def test_kv_events_tell_what_is_cached(up: Server) -> None:
+    call(up.url, "/reset_prefix_cache", {})
+    text = "events of this prompt " * 2  # two full blocks
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.RCVTIMEO, 5000)
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(REPLAY)
+        batches: list[EventBatch] = []
+
+        def read() -> list[Any]:
+            """All events so far, from the first; numbers have no gaps."""
+            batches.clear()
+            numbers = []
+            client.send_multipart([b"", bytes(8)])
+            while (frames := client.recv_multipart())[1] != END:
+                numbers.append(int.from_bytes(frames[1], "big"))
+                batches.append(msgspec.msgpack.decode(frames[2], type=EventBatch))
+            assert numbers == list(range(len(numbers)))
+            return [event for batch in batches for event in batch.events]
+
+        before = len(read())
+        assert call(up.url, C, {"prompt": text, "max_tokens": 1})[0] == 200
+        eventually(lambda: len(read()) > before)
+        stored = [e for e in read()[before:] if isinstance(e, BlockStored)]
+        ids = tiny_model.byte_tokenizer().encode(text).ids
+        assert [t for e in stored for t in e.token_ids] == ids[:32]
+        assert call(up.url, "/reset_prefix_cache", {})[1] == {"success": True}
+        eventually(lambda: isinstance(read()[-1], AllBlocksCleared))
 
 
 def test_priority_decides_who_is_next(up: Server) -> None:

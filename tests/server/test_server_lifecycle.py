@@ -76,7 +76,7 @@ def test_hang_up_at_once_200_times(slow_server: Server) -> None:
 
 def test_requests_fail_alone() -> None:
     """A refused request is a 400, a broken one a 500; its neighbours never notice."""
-    with running(core="faulty_cores:RequestFails") as up:
+    with running(core="faulty_cores:RequestFails", step=0.02) as up:
         status, body, _ = call(up.url, C, {"prompt": "x", "max_tokens": 17})
         assert status == 400 and "KV blocks" in body["error"]["message"]
         status, body, _ = call(up.url, C, {"prompt": "x", "max_tokens": 18})

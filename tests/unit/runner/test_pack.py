@@ -34,7 +34,7 @@ from jaxengine.sched.plan import StepPlan
 from jaxengine.sched.slot_record import SlotShape, pack_slot
 
 NUM_SLOTS = 9
-SHAPE = BatchShape(num_groups=2, table_width=100, block_size=4, num_blocks=800)
+SHAPE = BatchShape(num_groups=2, table_width=120, block_size=4, num_blocks=1100)
 
 
 def make_plan(rng: np.random.Generator, num_decode: int, prefill: list[int]) -> StepPlan:
@@ -44,7 +44,7 @@ def make_plan(rng: np.random.Generator, num_decode: int, prefill: list[int]) -> 
     start = rng.integers(0, 60, rows).astype(np.int32)
     requests: list[Any] = [
         SimpleNamespace(
-            token_ids=rng.integers(1, 1000, 400).astype(np.int32),
+            token_ids=rng.integers(1, 1000, 600).astype(np.int32),
             num_prompt_tokens=int(start[row] + num_new[row] + rng.integers(-1, 3)),
         )
         for row in range(rows)
@@ -66,8 +66,8 @@ def make_tables(rng: np.random.Generator) -> list[np.ndarray]:
     tables = []
     for _ in range(SHAPE.num_groups):
         table = np.full((NUM_SLOTS, SHAPE.table_width), SHAPE.num_blocks, np.int32)
-        blocks = rng.permutation(SHAPE.num_blocks)[: NUM_SLOTS * 88].reshape(NUM_SLOTS, 88)
-        table[:, :88] = blocks
+        blocks = rng.permutation(SHAPE.num_blocks)[: NUM_SLOTS * 118].reshape(NUM_SLOTS, 118)
+        table[:, :118] = blocks
         tables.append(table)
     tables[1][:, :3] = SHAPE.num_blocks  # behind a window
     return tables
@@ -97,7 +97,6 @@ def test_what_is_packed_is_unpacked(bucket: Bucket, seed: int, full: bool) -> No
         each = int(rng.integers(1, left // count + 1))
         sizes = [each] * (count - 1)
         plan = make_plan(rng, num_decode, [*sizes, left - sum(sizes) if full else each])
-        plan.start[:] = np.maximum(plan.start, 12)
     plan.start[:] = np.maximum(plan.start, 12)  # past the entries without a block
     tables = make_tables(rng)
     blob = pack(plan, bucket, SHAPE, tables, NUM_SLOTS)

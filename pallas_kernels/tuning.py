@@ -1,0 +1,138 @@
+"""Tables of configurations: configs/<device>/<op>.json.
+
+An entry is {"key": {...}, "config": {...}, "us": measured microseconds or null, "aot": figures,
+"versions": {...}}. `python -m jaxengine.pallas_kernels.tuning configs/h200` writes the tables:
+it lists candidates for every key, drops by compiling them those that spill or overflow, and
+orders the rest by what a GPU measured, where one has, else by the heuristic.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+Entry = dict[str, Any]
+
+
+def nearest(entries: list[Entry], key: dict[str, Any]) -> dict[str, int] | None:
+    """Config of the entry that agrees with `key` in everything but numbers called *_bucket, and
+    is nearest in those; None if none agrees. Of equals the first, which is the fastest."""
+    exact = {k: v for k, v in key.items() if not k.endswith("_bucket")}
+    best: tuple[float, dict[str, int]] | None = None
+    for entry in entries:
+        if any(entry["key"].get(k) != v for k, v in exact.items()):
+            continue
+        far = 0.0
+        for name in key.keys() - exact.keys():
+            a, b = max(key[name], 1), max(entry["key"].get(name, 1), 1)
+            far += max(a / b, b / a)
+        if best is None or far < best[0]:
+            best = far, entry["config"]
+    return None if best is None else best[1]
+
+
+@functools.cache
+def load(folder: str, op: str) -> tuple[Entry, ...]:
+    """Entries of a table; empty where there is none. Raises ValueError for a broken file."""
+    path = Path(folder) / f"{op}.json"
+    if not path.exists():
+        return ()
+    try:
+        table = json.loads(path.read_text())
+        return tuple(table["entries"])
+    except (json.JSONDecodeError, KeyError, TypeError) as e:
+        raise ValueError(f"{path} is no table of configurations: {e}") from e
+
+
+def candidates(op: str) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]]:
+    """(key, arguments of the AOT case, config) of everything worth trying, best guess first."""
+    found = []
+    if op == "paged_attention":
+        for dim, (heads, kv_heads), tokens in itertools.product(
+            (64, 128, 256), ((32, 8), (64, 8)), (1, 512)
+        ):
+            group = heads // kv_heads
+            key = {"head_dim": dim, "group": group, "page": 64, "kv": "bfloat16"}
+            key["tokens_per_row_bucket"] = tokens
+            rows = 64 if tokens == 1 else 4
+            case = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+            case |= {"tokens": rows * tokens, "rows": rows}
+            for wgs, block, stages, lanes in _attention_tiles(dim, tokens):
+                config = dict(compute_wgs=wgs, block_kv=block, stages=stages, lanes=lanes)
+                found.append((key, case, config))
+    elif op == "moe":
+        for width, inner, gated, rows in itertools.product(
+            (2048,), (768,), (True, False), (1024, 65536)
+        ):
+            key = {"width": width, "inner": inner, "gated": gated, "dtype": "bfloat16"}
+            key["rows_per_expert_bucket"] = rows // 128
+            case = dict(experts=128, width=width, inner=inner, gated=gated, rows=rows)
+            tiles = [(1, 128, 64, 4), (1, 128, 128, 2)] if rows == 1024 else [(2, 128, 64, 4)]
+            tiles.append((2, 128, 64, 3))
+            for wgs, block_n, block_k, stages in tiles:
+                config = dict(compute_wgs=wgs, block_n=block_n, block_k=block_k, stages=stages)
+                found.append((key, case, config))
+    elif op == "quant_matmul":
+        for kind, (outputs, inputs), tokens in itertools.product(
+            ("int8", "int4"), ((4096, 4096), (4096, 14336)), (16,)
+        ):
+            key = {"kind": kind, "outputs": outputs, "inputs": inputs, "tokens_bucket": tokens}
+            case = dict(kind=kind, outputs=outputs, inputs=inputs, tokens=tokens)
+            for splits, stages in ((4, 6), (2, 8)):
+                found.append((key, case, dict(splits=splits, stages=stages)))
+    else:
+        raise ValueError(f"no candidates for {op!r}")
+    return found
+
+
+def _attention_tiles(dim: int, tokens: int) -> list[tuple[int, int, int, int]]:
+    if dim > 192:
+        return [(1, 64, 2, 1)]
+    if tokens == 1:
+        return [(1, 64, 2, 2), (1, 64, 4, 1)]
+    return [(2, 128, 2, 1), (2, 64, 3, 1)]
+
+
+def generate(op: str, target: str = "h200") -> dict[str, Any]:
+    """The table of an op, of candidates that compile without spills and within shared memory."""
+    import jax
+
+    from jaxengine.pallas_kernels.aot_cases import compile_all
+
+    wanted = candidates(op)
+    cases = [{"op": op, "target": target, **case, "config": c} for _, case, c in wanted]
+    entries, dropped = [], []
+    for (key, _, config), report in zip(wanted, compile_all(cases), strict=True):
+        kernels = report.get("kernels", [])
+        spills = sum(k["spill_bytes"] for k in kernels)
+        if "error" in report or spills or not kernels:
+            why = report.get("error") or f"{spills} bytes spilled"
+            dropped.append({"key": key, "config": config, "why": why})
+            continue
+        worst = {n: max(k[n] for k in kernels) for n in ("registers", "spill_bytes", "shared")}
+        versions = {"jax": jax.__version__}
+        entries.append(
+            {"key": key, "config": config, "us": None, "aot": worst, "versions": versions}
+        )
+    return {"op": op, "device": target, "entries": entries, "dropped": dropped}
+
+
+def main() -> int:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "configs/h200")
+    for op in sys.argv[2:] or ("paged_attention", "moe", "quant_matmul"):
+        table = generate(op, folder.name)
+        text = json.dumps({**table, "entries": [], "dropped": []}, indent=1)
+        lines = {n: ",\n  ".join(map(json.dumps, table[n])) for n in ("entries", "dropped")}
+        for name, body in lines.items():
+            text = text.replace(f'"{name}": []', f'"{name}": [\n  {body}\n ]')
+        (folder / f"{op}.json").write_text(text + "\n")
+        print(f"{op}: {len(table['entries'])} kept, {len(table['dropped'])} dropped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
