@@ -17,6 +17,10 @@ from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.pallas_kernels.kv_write import kv_write
 from jaxengine.pallas_kernels.paged_attention import decode_attention, prefill_attention
 
+# Decode rows of one turn: a chunk of their keys fits a core's cache, and rows of very different
+# lengths do not wait for the longest.
+ROWS_PER_TURN = 8
+
 KV = tuple[tuple[Array, Array], ...]  # per layer: keys, values [N, P, G*C]
 
 
@@ -114,7 +118,7 @@ def _attend(
     if plan.items is None:
         return decode_attention(
             q, keys, values, block_table, plan.seq_len, plan.num_decode,
-            num_kv_heads=kv_heads, window=window,
+            num_kv_heads=kv_heads, window=window, rows_per_turn=ROWS_PER_TURN,
         )  # fmt: skip
     out = prefill_attention(
         q, keys, values, block_table, plan.items, plan.num_items,
@@ -122,7 +126,7 @@ def _attend(
     )  # fmt: skip
     decoded = decode_attention(
         q[:rows], keys, values, block_table, plan.seq_len, plan.num_decode,
-        num_kv_heads=kv_heads, window=window, rows_per_turn=8,
+        num_kv_heads=kv_heads, window=window, rows_per_turn=ROWS_PER_TURN,
     )  # fmt: skip
     is_decode = (jnp.arange(rows) < plan.num_decode)[:, None, None]
     return out.at[:rows].set(jnp.where(is_decode, decoded, out[:rows]))
