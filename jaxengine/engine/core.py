@@ -101,10 +101,8 @@ class EngineCore:
     def _make_request(self, wire: EngineRequest) -> Request:
         params = wire.params
         limit = self.built.planner.max_model_len - len(wire.prompt_token_ids)
-        skip_cache = params.skip_reading_prefix_cache
-        if skip_cache is None:
-            # Positions that are not computed have no logits.
-            skip_cache = params.prompt_logprobs is not None
+        # Positions that are not computed have no logits.
+        skip_cache = bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None
         grammar = self._grammars.matcher(wire)
         return Request(
             wire.request_id,
@@ -190,8 +188,6 @@ class EngineCore:
         for row, part in result.prompt_logprobs.items():
             self._prompt_logprobs.add(plan.requests[row], int(plan.start[row]), part)
         updates = self.scheduler.update(plan, result)
-        if result.bad_rows is not None:
-            self._stats.nan_rows += int(result.bad_rows.sum())
         return updates
 
     def _output(self, update: RequestUpdate, result: StepResult) -> EngineOutput:
@@ -215,6 +211,7 @@ class EngineCore:
         if update.first == 0:
             output.times = (request.queued_time, request.first_scheduled_time)
         if update.finish_reason == "error":
+            self._stats.nan_rows += 1
             output.error = NAN_ERROR
         return output
 
