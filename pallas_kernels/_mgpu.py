@@ -12,9 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental import pallas
+from jax.experimental.pallas import mosaic_gpu
+
+# Their annotations change with every release and leave some names out; kernels are traced anyway.
+pl: Any = pallas
+plgpu: Any = mosaic_gpu
 
 LOG2E = math.log2(math.e)
 SMEM_LIMIT = 232448  # bytes of shared memory one CTA of sm_90 can have
@@ -76,7 +81,8 @@ def races_found() -> bool:
     """True if the last interpreted kernel with race detection had a data race."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-    return bool(interpret_pallas_call.get_races().races_found)
+    races: Any = interpret_pallas_call.get_races()
+    return bool(races.races_found)
 
 
 def reset_interpreter() -> None:
@@ -106,9 +112,7 @@ def matmul(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
     return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
 
 
-def accumulate(
-    acc: jax.Array, a: jax.Array, b: Any, stage: Any, interpret: bool
-) -> jax.Array:
+def accumulate(acc: jax.Array, a: jax.Array, b: Any, stage: Any, interpret: bool) -> jax.Array:
     """acc + a @ b with `a` in registers; `b` may be reused on return.
 
     The interpreter knows neither register operands nor accumulators that start from a value, so
@@ -125,6 +129,17 @@ def accumulate(
     return pl.run_state(scope)(plgpu.ACC.init(acc))
 
 
-def loop(count: Any, body: Callable[[Any, Any], Any], carry: Any, start: Any = 0) -> Any:
-    """`fori_loop` with int32 bounds, the index type the kernels' scalars have."""
-    return lax.fori_loop(jnp.int32(start), jnp.int32(count), body, carry)
+def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+    """Decorator: runs the function where the scalar condition holds."""
+    return pl.when(condition)
+
+
+def each(start: Any, stop: Any) -> Callable[[Callable[[Any], None]], None]:
+    """Decorator: runs the function for every index."""
+    return pl.loop(start, stop)
+
+
+def largest(dtype: Any) -> float:
+    """Largest finite number of a floating-point type."""
+    limits: Any = ml_dtypes.finfo
+    return float(limits(dtype).max)

@@ -214,7 +214,7 @@ def compile_for(
     with jax.default_device(topology.devices[0]):
         compiled = jax.jit(fn, donate_argnums=donate).lower(*shaped).compile()
     fresh = sorted(set(Path(dump).iterdir()) - before)
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     hlo = compiled.as_text() or ""
     thunks = [p.read_text() for p in fresh if "thunk_sequence" in p.name]
     return Report(
@@ -231,20 +231,23 @@ def compile_for(
 
 
 def _kernels(files: Sequence[Path]) -> tuple[Kernel, ...]:
+    shared: dict[str, int] = {}
+    # Numbered apart from the machine code, so matched by the kernel's name alone.
+    for path in (p for p in files if p.name.endswith(".resources.txt")):
+        name = path.name.removesuffix(".resources.txt").rpartition("_")[0]
+        size = _number(r"smem_scratch_bytes\D*(\d+)", path.read_text())
+        shared[name] = max(size, shared.get(name, 0))
     found = []
     for ptx in (p for p in files if p.suffix == ".ptx"):
-        base = str(ptx)[: -len(".ptx")]
         text = ptx.read_text()
-        ptxas = Path(base + ".ptxas")
+        ptxas = ptx.with_suffix(".ptxas")
         report = ptxas.read_text() if ptxas.exists() else ""
-        resources = Path(base + ".resources.txt")
-        shared = resources.read_text() if resources.exists() else ""
         found.append(
             Kernel(
                 name=ptx.stem,
                 registers=_number(r"Used (\d+) registers", report),
                 spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)),
-                shared=_number(r"smem_scratch_bytes\D*(\d+)", shared),
+                shared=shared.get(ptx.stem.rpartition("_")[0], -1),
                 wgmma="wgmma.mma_async" in text,
                 tma="cp.async.bulk.tensor" in text,
             )

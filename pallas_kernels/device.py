@@ -9,11 +9,23 @@ import jax
 
 log = logging.getLogger(__name__)
 BACKENDS = ("auto", "mosaic", "xla")
+_assumed = ""
+
+
+def assume(capability: str) -> None:
+    """Choose backends as for a device of this compute capability ("9.0"); "" ends that. For
+    compiling on a machine without the device."""
+    global _assumed
+    _assumed = capability
+
+
+def compute_capability() -> str:
+    """Compute capability of the default device as "9.0"; "" where it is no NVIDIA GPU."""
+    return _assumed or _real_capability()
 
 
 @functools.cache
-def compute_capability() -> str:
-    """Compute capability of the default device as "9.0"; "" where it is no NVIDIA GPU."""
+def _real_capability() -> str:
     device = jax.devices()[0]
     if device.platform not in ("gpu", "cuda"):
         return ""

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Int, Shaped
 
 from jaxengine.pallas_kernels import _mgpu as mg
+from jaxengine.pallas_kernels._mgpu import pl
 
 LINE = 128  # elements of a row of a piece
 MAX_BYTES = 32768  # of a piece
@@ -53,7 +53,7 @@ def copy_blocks(
         def fetch(turn: Any) -> None:
             entry, block, here, valid = where(turn)
 
-            @pl.when(valid)
+            @mg.when(valid)
             def _() -> None:
                 slot = lax.rem(turn, jnp.int32(STAGES))
                 origin = source_ref.at[block if gather else entry, here]
@@ -61,16 +61,16 @@ def copy_blocks(
 
         for ahead in range(STAGES - 1):
 
-            @pl.when(ahead < turns)
+            @mg.when(ahead < turns)
             def _(ahead: int = ahead) -> None:
                 fetch(jnp.int32(ahead))
 
-        @pl.loop(0, turns)
+        @mg.each(0, turns)
         def _(turn: Any) -> None:
             entry, block, here, valid = where(turn)
             slot = lax.rem(turn, jnp.int32(STAGES))
 
-            @pl.when(valid)
+            @mg.when(valid)
             def _() -> None:
                 mg.barrier_wait(full.at[slot])
                 goal = target_ref.at[entry if gather else block, here]
@@ -80,7 +80,7 @@ def copy_blocks(
             # invalid turn sent nothing, so everything must be out then.
             mg.wait_smem_to_gmem(0, wait_read_only=True)
 
-            @pl.when(turn + STAGES - 1 < turns)
+            @mg.when(turn + STAGES - 1 < turns)
             def _() -> None:
                 fetch(turn + STAGES - 1)
 

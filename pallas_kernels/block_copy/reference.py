@@ -6,9 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 
-def gather_blocks(
-    cache: Shaped[Array, "N ..."], ids: Int[Array, "n"]
-) -> Shaped[Array, "n ..."]:
+def gather_blocks(cache: Shaped[Array, "N ..."], ids: Int[Array, "n"]) -> Shaped[Array, "n ..."]:
     """Blocks by id; an id outside the cache gives zeros."""
     inside = jnp.where((ids >= 0) & (ids < cache.shape[0]), ids, cache.shape[0])
     return cache.at[inside].get(mode="fill", fill_value=0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
+import ml_dtypes
 from jaxtyping import Array, Float, Int
 
 
@@ -15,11 +18,12 @@ def rotate(
     return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
 
-def quantise(x: Array, scale: Array, dtype: jnp.dtype) -> Array:
+def quantise(x: Array, scale: Array, dtype: Any) -> Array:
     """x / scale in the cache's type; fp8 saturates at its largest value."""
     x = x.astype(jnp.float32) / scale
     if jnp.dtype(dtype).itemsize == 1:
-        top = float(jnp.finfo(dtype).max)
+        limits: Any = ml_dtypes.finfo
+        top = float(limits(dtype).max)
         x = jnp.clip(x, -top, top)
     return x.astype(dtype)
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxengine.pallas_kernels import _mgpu as mg
+from jaxengine.pallas_kernels._mgpu import pl
 
 LANES = 128  # threads that share a token's row
 
@@ -39,7 +39,7 @@ def write_rotated(
     half = dim // 2
     row = kv_heads * half
     small = jnp.dtype(kv_cache.dtype).itemsize == 1
-    top = float(jnp.finfo(kv_cache.dtype).max)
+    top = mg.largest(kv_cache.dtype)
 
     def halves(x: Array) -> Array:
         """[2, T, G * half]: a thread then holds both numbers of a pair."""
@@ -67,7 +67,7 @@ def write_rotated(
                 x = jnp.minimum(jnp.maximum(x, -top), top)
             smem[which, side] = x.astype(kv_cache.dtype)
 
-        @pl.when((slot >= 0) & (slot < num_blocks * page))
+        @mg.when((slot >= 0) & (slot < num_blocks * page))
         def _() -> None:
             a, b = k_ref[0, token].astype(jnp.float32), k_ref[1, token].astype(jnp.float32)
             c, s = cos_ref[token], sin_ref[token]

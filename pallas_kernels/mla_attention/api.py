@@ -11,7 +11,7 @@ from jaxengine.pallas_kernels import device
 from jaxengine.pallas_kernels.mla_attention import mosaic
 from jaxengine.pallas_kernels.mla_attention.reference import latent_attention
 from jaxengine.pallas_kernels.paged_attention import plan as pn
-from jaxengine.pallas_kernels.paged_attention.mosaic import combine
+from jaxengine.pallas_kernels.paged_attention.combine import combine
 
 
 def unsupported(q: Any, cache: Any, latent: int) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxengine.pallas_kernels import _mgpu as mg
+from jaxengine.pallas_kernels._mgpu import pl
 from jaxengine.pallas_kernels.paged_attention import plan as pn
 
 NEG = -math.inf
@@ -65,9 +65,9 @@ def attend(
             complete = (begin == 0) & (end == units)
             return tile, head, jnp.maximum(begin - 1, 0), jnp.maximum(end - 1, 0), complete
 
-        @pl.when(wg < WGS)
+        @mg.when(wg < WGS)
         def _compute() -> None:
-            mg.set_max_registers(232, action="increase")
+            mg.set_max_registers(240, action="increase")
             mine = pl.ds(wg * half, half)
 
             def run(i: Any, done: Any) -> Any:
@@ -79,7 +79,7 @@ def attend(
                 def clear_tail(slot: Any, block: Any) -> None:
                     """Zero my columns of the slots after the last key: 0 * NaN is NaN."""
 
-                    @pl.when((block + 1) * BLOCK_KV > kv_end)
+                    @mg.when((block + 1) * BLOCK_KV > kv_end)
                     def _() -> None:
                         layout = mg.Layout.WGMMA
                         at = mg.broadcasted_iota(jnp.int32, (BLOCK_KV, 64), 0, layout=layout)
@@ -132,17 +132,17 @@ def attend(
                 top, total, acc = lax.fori_loop(whole, last, turn(True), carry)
                 mg.barrier_arrive(q_empty)
 
-                @pl.when(complete)
+                @mg.when(complete)
                 def _() -> None:
                     inverse = jnp.where(total > 0, 1.0 / total, 0.0)
                     out_ref[tile, head, :, mine] = acc * mg.rows_to_tile(inverse, (64, half))
 
-                @pl.when(jnp.logical_not(complete))
+                @mg.when(jnp.logical_not(complete))
                 def _() -> None:
                     slot = 2 * cta + jnp.minimum(i, 1)
                     part_o[slot, :, mine] = acc
 
-                    @pl.when(wg == 0)
+                    @mg.when(wg == 0)
                     def _() -> None:
                         part_ml[slot, 0] = top
                         part_ml[slot, 1] = total
@@ -151,14 +151,14 @@ def attend(
 
             lax.fori_loop(0, num_runs, run, jnp.int32(0))
 
-        @pl.when(wg == WGS)
+        @mg.when(wg == WGS)
         def _load() -> None:
-            mg.set_max_registers(40, action="decrease")
+            mg.set_max_registers(24, action="decrease")
 
             def run(i: Any, done: Any) -> Any:
-                tile, head, first, last, _ = item(i)
+                tile, head, first, last, _whole = item(i)
 
-                @pl.when(i > 0)
+                @mg.when(i > 0)
                 def _() -> None:
                     mg.barrier_wait(q_empty)
 
@@ -170,7 +170,7 @@ def attend(
                 def step(block: Any, count: Any) -> Any:
                     slot = lax.rem(count, jnp.int32(stages))
 
-                    @pl.when(count >= stages)
+                    @mg.when(count >= stages)
                     def _() -> None:
                         mg.barrier_wait(empty.at[slot])
 
@@ -189,11 +189,11 @@ def attend(
 
             done = lax.fori_loop(0, num_runs, run, jnp.int32(0))
 
-            @pl.when(num_runs > 0)
+            @mg.when(num_runs > 0)
             def _() -> None:
                 mg.barrier_wait(q_empty)
 
-            @pl.loop(jnp.maximum(done - stages, 0), done)
+            @mg.each(jnp.maximum(done - stages, 0), done)
             def _(i: Any) -> None:
                 mg.barrier_wait(empty.at[lax.rem(i, jnp.int32(stages))])
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxengine.pallas_kernels import device
+from jaxengine.pallas_kernels import device, tuning
 from jaxengine.pallas_kernels.moe import mosaic, reference, routing
 from jaxengine.pallas_kernels.moe.config import MoeConfig, default_config
 
@@ -54,7 +54,13 @@ def grouped_matmul(
     gated = bool(activation)
     if config is None:
         width = out // 2 if gated else out
-        config = default_config(x.shape[0], experts, width, depth, gated)
+        inner = width if gated else depth
+        key: dict[str, Any] = {"width": depth if gated else width, "inner": inner, "gated": gated}
+        key |= {"dtype": jnp.dtype(x.dtype).name}
+        key |= {"rows_per_expert_bucket": x.shape[0] // experts}
+        tuned = tuning.measured("moe", key)
+        heuristic = default_config(x.shape[0], experts, width, depth, gated)
+        config = MoeConfig(**tuned) if tuned else heuristic
     reason = unsupported(x, weights, gated, config)
     simulated = interpret is not None
     if not device.choose("moe", backend, reason, simulated=simulated):

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxengine.pallas_kernels import _mgpu as mg
+from jaxengine.pallas_kernels._mgpu import pl
 from jaxengine.pallas_kernels.moe.config import MoeConfig
 from jaxengine.pallas_kernels.moe.reference import activate
 from jaxengine.pallas_kernels.moe.routing import ALIGN
@@ -80,18 +80,18 @@ def grouped_matmul(
             tile = lax.div(index, jnp.int32(columns))
             return tile, lax.rem(index, jnp.int32(columns)) * block_n
 
-        @pl.when(wg < wgs)
+        @mg.when(wg < wgs)
         def _compute() -> None:
             if wgs > 1:
                 mg.set_max_registers(232, action="increase")
 
-            @pl.loop(0, turns)
+            @mg.each(0, turns)
             def _(turn: Any) -> None:
                 tile, column = where(turn)
                 own = jnp.clip(tiles_ref[tile, ROWS] - wg * 64, 0, 64)
 
                 def scope(*accs: Any) -> tuple[jax.Array, ...]:
-                    @pl.loop(0, steps)
+                    @mg.each(0, steps)
                     def _(step: Any) -> None:
                         at = turn * steps + step
                         slot = lax.rem(at, jnp.int32(stages))
@@ -101,7 +101,7 @@ def grouped_matmul(
                         # The step before this one is done when only this one is in flight.
                         mg.wgmma_wait(parts)
 
-                        @pl.when(step > 0)
+                        @mg.when(step > 0)
                         def _() -> None:
                             mg.barrier_arrive(empty.at[lax.rem(at - 1, jnp.int32(stages))])
 
@@ -127,35 +127,35 @@ def grouped_matmul(
                         out_ref.at[pl.ds(first + start, height), pl.ds(column, block_n)],
                     )
 
-                @pl.when(own == 64)
+                @mg.when(own == 64)
                 def _() -> None:
                     store(0, 64)
 
                 for start in range(0, 56, ALIGN):
 
-                    @pl.when((own > start) & (own < 64))
+                    @mg.when((own > start) & (own < 64))
                     def _(start: int = start) -> None:
                         store(start, ALIGN)
 
             mg.wait_smem_to_gmem(0)
 
-        @pl.when(wg == wgs)
+        @mg.when(wg == wgs)
         def _load() -> None:
             if wgs > 1:
                 mg.set_max_registers(40, action="decrease")
 
-            @pl.loop(0, turns)
+            @mg.each(0, turns)
             def _(turn: Any) -> None:
                 tile, column = where(turn)
                 expert, first = tiles_ref[tile, EXPERT], tiles_ref[tile, FIRST] * ALIGN
 
-                @pl.loop(0, steps)
+                @mg.each(0, steps)
                 def _(step: Any) -> None:
                     at = turn * steps + step
                     slot = lax.rem(at, jnp.int32(stages))
                     deep = pl.ds(step * block_k, block_k)
 
-                    @pl.when(at >= stages)
+                    @mg.when(at >= stages)
                     def _() -> None:
                         mg.barrier_wait(empty.at[slot])
 
@@ -174,7 +174,7 @@ def grouped_matmul(
 
             total_steps = turns * steps
 
-            @pl.loop(jnp.maximum(total_steps - stages, 0), total_steps)
+            @mg.each(jnp.maximum(total_steps - stages, 0), total_steps)
             def _(at: Any) -> None:
                 mg.barrier_wait(empty.at[lax.rem(at, jnp.int32(stages))])
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxengine.pallas_kernels import device
+from jaxengine.pallas_kernels import device, tuning
 from jaxengine.pallas_kernels.paged_attention import mosaic
 from jaxengine.pallas_kernels.paged_attention import plan as pn
+from jaxengine.pallas_kernels.paged_attention.combine import combine
 from jaxengine.pallas_kernels.paged_attention.config import AttentionConfig, default_config
 from jaxengine.pallas_kernels.paged_attention.ragged import ragged_attention
 
@@ -120,7 +121,11 @@ def paged_attention(
     group = heads // kv_heads
     fp8 = jnp.dtype(kv_cache.dtype).itemsize == 1
     if config is None:
-        config = default_config(dim, -(-tokens // kv_len.shape[0]), group, fp8)
+        per_row = -(-tokens // kv_len.shape[0])
+        key: dict[str, Any] = {"head_dim": dim, "group": group, "page": kv_cache.shape[3]}
+        key |= {"kv": jnp.dtype(kv_cache.dtype).name, "tokens_per_row_bucket": per_row}
+        tuned = tuning.measured("paged_attention", key)
+        config = AttentionConfig(**tuned) if tuned else default_config(dim, per_row, group, fp8)
     if fp8 and config.compute_wgs != 1:
         raise ValueError("an fp8 cache needs a config with compute_wgs=1")
     reason = unsupported(q.shape, q.dtype, kv_cache.shape, kv_cache.dtype)
@@ -174,7 +179,7 @@ def paged_attention(
         kv_scales=kv_scales,
         interpret=interpret,
     )
-    out = mosaic.combine(out, part_o, part_ml, ctas, interpret=interpret)
+    out = combine(out, part_o, part_ml, ctas, interpret=interpret)
     # Back from tiles to tokens.
     used = tiles[:, pn.UNITS] > 0
     start = jnp.where(used, tiles[:, pn.TOKEN], tokens)

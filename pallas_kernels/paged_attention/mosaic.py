@@ -3,7 +3,7 @@
 A CTA takes its part of the line of work that plan.py made. One warpgroup brings query tiles and
 KV blocks by TMA, one copy a page; each compute warpgroup attends 64 query rows with an online
 softmax in base 2 (FlashAttention-3, Shah et al., 2024, is the model of the structure). A run that
-lies whole in one CTA is written at once; parts of a split run go to scratch, and `combine` joins
+lies whole in one CTA is written at once; parts of a split run go to scratch, and combine.py joins
 them.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxengine.pallas_kernels import _mgpu as mg
+from jaxengine.pallas_kernels._mgpu import pl
 from jaxengine.pallas_kernels.paged_attention import plan as pn
 from jaxengine.pallas_kernels.paged_attention.config import AttentionConfig
 
@@ -69,8 +69,8 @@ def attend(
     num_ctas = ctas.shape[0]
     simulated = interpret is not None
 
-    def paged_attention(*refs: Any) -> None:
-        refs = list(refs)
+    def paged_attention(*all_refs: Any) -> None:
+        refs = list(all_refs)
         q_ref, kv_ref, tiles_ref, ctas_ref, table_ref = refs[:5]
         del refs[:5]
         sinks_ref = refs.pop(0) if sinks is not None else None
@@ -82,10 +82,8 @@ def attend(
         lane = jnp.where(loads, thread - lanes * wgs, lax.div(thread, jnp.int32(wgs)))
         wg = lax.rem(thread, jnp.int32(wgs))
         cta = lax.axis_index("sm") * lanes + lane
-        q_smem, o_smem, k_smem, v_smem, wide_k, wide_v, p_smem = (
-            None if r is None else r.at[lane] for r in refs[3:10]
-        )
-        q_full, q_empty, tail_bar = (None if r is None else r.at[lane] for r in refs[10:13])
+        mine: list[Any] = [None if r is None else r.at[lane] for r in refs[3:13]]
+        q_smem, o_smem, k_smem, v_smem, wide_k, wide_v, p_smem, q_full, q_empty, tail_bar = mine
         k_full, v_full, k_empty, v_empty = (Ring(r, lane * stages) for r in refs[13:])
         low, high = ctas_ref[cta, pn.LOW], ctas_ref[cta, pn.HIGH]
         first_run, num_runs = ctas_ref[cta, pn.FIRST_RUN], ctas_ref[cta, pn.NUM_RUNS]
@@ -103,7 +101,7 @@ def attend(
             first, last = base + jnp.maximum(begin - 1, 0), base + jnp.maximum(end - 1, 0)
             return tile, head, first, last, begin == 0, end == units
 
-        @pl.when(jnp.logical_not(loads))
+        @mg.when(jnp.logical_not(loads))
         def _compute() -> None:
             if lanes * wgs > 1:
                 mg.set_max_registers(208 if lanes == 2 else 232, action="increase")
@@ -205,11 +203,11 @@ def attend(
                 def clear_tail(value: Any, block: Any) -> None:
                     """Zero the slots after the last key: they may hold NaN, and 0 * NaN is NaN."""
 
-                    @pl.when((block + 1) * block_kv > kv_end)
+                    @mg.when((block + 1) * block_kv > kv_end)
                     def _() -> None:
                         for part in range(block_kv // 64):
 
-                            @pl.when(wg == part % wgs)
+                            @mg.when(wg == part % wgs)
                             def _(part: int = part) -> None:
                                 clear(value.at[pl.ds(part * 64, 64)], block * block_kv + part * 64)
 
@@ -235,7 +233,7 @@ def attend(
                 complete = begins & ends
                 mg.wait_smem_to_gmem(0, wait_read_only=True)
 
-                @pl.when(complete)
+                @mg.when(complete)
                 def _() -> None:
                     inverse = jnp.where(total > 0, 1.0 / total, 0.0)
                     o = acc * mg.rows_to_tile(inverse, (64, dim))
@@ -243,7 +241,7 @@ def attend(
                     mg.commit_smem()
                     mg.copy_smem_to_gmem(o_smem.at[wg], out_ref.at[tile, head, my_rows])
 
-                @pl.when(jnp.logical_not(complete))
+                @mg.when(jnp.logical_not(complete))
                 def _() -> None:
                     slot = 2 * cta + jnp.minimum(i, 1)
                     part_o[slot, my_rows] = acc
@@ -255,15 +253,15 @@ def attend(
             lax.fori_loop(0, num_runs, run, jnp.int32(0))
             mg.wait_smem_to_gmem(0)
 
-        @pl.when(loads)
+        @mg.when(loads)
         def _load() -> None:
             if lanes * wgs > 1:
                 mg.set_max_registers(48 if lanes == 2 else 40, action="decrease")
 
             def run(i: Any, done: Any) -> Any:
-                tile, head, first, last, _, _ = item(i)
+                tile, head, first, last, *_flags = item(i)
 
-                @pl.when(i > 0)
+                @mg.when(i > 0)
                 def _() -> None:
                     mg.barrier_wait(q_empty)
 
@@ -273,9 +271,7 @@ def attend(
                     )
                 row = tiles_ref[tile, pn.ROW]
                 # Pages past the last key may be anybody's: read the last one's again instead.
-                last_page = lax.div(
-                    jnp.maximum(tiles_ref[tile, pn.KV_END] - 1, 0), jnp.int32(page)
-                )
+                last_page = lax.div(jnp.maximum(tiles_ref[tile, pn.KV_END] - 1, 0), jnp.int32(page))
 
                 def step(block: Any, count: Any) -> Any:
                     slot = lax.rem(count, jnp.int32(stages))
@@ -284,7 +280,7 @@ def attend(
                         (1, v_smem, v_full, v_empty),
                     ):
 
-                        @pl.when(count >= stages)
+                        @mg.when(count >= stages)
                         def _(empty: Any = empty) -> None:
                             mg.barrier_wait(empty.at(slot))
 
@@ -303,7 +299,7 @@ def attend(
 
             done = lax.fori_loop(0, num_runs, run, jnp.int32(0))
 
-            @pl.when(num_runs > 0)
+            @mg.when(num_runs > 0)
             def _() -> None:
                 mg.barrier_wait(q_empty)
 
@@ -352,65 +348,3 @@ def attend(
         compiler_params=mg.CompilerParams(approx_math=True),
         **({"interpret": interpret} if simulated else {}),
     )(q, kv_cache, tiles, ctas, block_table, *extra)
-
-
-def combine(
-    out: Float[Array, "nt G M C"],
-    part_o: Float[Array, "parts M C"],
-    part_ml: Float[Array, "parts 2 M"],
-    ctas: Int[Array, "ctas 8"],
-    *,
-    interpret: Any = None,
-) -> Float[Array, "nt G M C"]:
-    """Joins the parts of split runs into `out`, in place; always in the same order."""
-    num_tiles, kv_heads, rows, dim = out.shape
-    width = 128 if dim % 128 == 0 else dim  # columns a CTA, for its registers
-
-    def combine_parts(part_o: Any, part_ml: Any, ctas_ref: Any, out_ref: Any, o_smem: Any) -> None:
-        cta = lax.axis_index("cta")
-        my_rows = pl.ds(lax.axis_index("half") * 64, 64)
-        columns = pl.ds(lax.axis_index("column") * width, width)
-        run = ctas_ref[cta, pn.MERGE_RUN]
-
-        @pl.when(run >= 0)
-        def _() -> None:
-            def add(slot: Any, carry: Any) -> Any:
-                top, total, acc = carry
-                m = mg.load(part_ml.at[slot, 0, my_rows], layout=mg.ROWS, optimized=False)
-                n = mg.load(part_ml.at[slot, 1, my_rows], layout=mg.ROWS, optimized=False)
-                o = mg.load(part_o.at[slot, my_rows, columns], layout=mg.Layout.WGMMA, optimized=False)
-                new_top = jnp.maximum(top, m)
-                safe = jnp.where(new_top == NEG, 0.0, new_top)
-                keep, weight = jnp.exp2(top - safe), jnp.exp2(m - safe)
-                acc = acc * mg.rows_to_tile(keep, (64, width))
-                acc = acc + o * mg.rows_to_tile(weight, (64, width))
-                return new_top, total * keep + n * weight, acc
-
-            carry = (
-                mg.full((64,), NEG, mg.ROWS),
-                mg.full((64,), 0.0, mg.ROWS),
-                mg.full((64, width), 0.0, mg.Layout.WGMMA),
-            )
-            carry = add(ctas_ref[cta, pn.MERGE_SLOT], carry)
-            _, total, acc = lax.fori_loop(
-                cta + 1, ctas_ref[cta, pn.MERGE_LAST] + 1, lambda i, c: add(2 * i, c), carry
-            )
-            inverse = jnp.where(total > 0, 1.0 / total, 0.0)
-            o_smem[...] = (acc * mg.rows_to_tile(inverse, (64, width))).astype(out.dtype)
-            mg.commit_smem()
-            tile = lax.div(run, jnp.int32(kv_heads))
-            head = lax.rem(run, jnp.int32(kv_heads))
-            mg.copy_smem_to_gmem(o_smem, out_ref.at[tile, head, my_rows, columns])
-            mg.wait_smem_to_gmem(0)
-
-    target = jax.new_ref(out)
-    mg.kernel(
-        combine_parts,
-        out_type=(),
-        scratch_types=[mg.matrix((64, width), out.dtype)],
-        grid=(ctas.shape[0], rows // 64, dim // width),
-        grid_names=("cta", "half", "column"),
-        compiler_params=mg.CompilerParams(approx_math=True),
-        **({"interpret": interpret} if interpret is not None else {}),
-    )(part_o, part_ml, ctas, target)
-    return jax.freeze(target)

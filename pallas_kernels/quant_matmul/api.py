@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxengine.pallas_kernels import device
+from jaxengine.pallas_kernels import device, tuning
 from jaxengine.pallas_kernels.quant_matmul import mosaic, reference
 from jaxengine.pallas_kernels.quant_matmul.config import (
     BLOCK_K,
@@ -57,7 +57,10 @@ def quant_matmul(
         return reference.matmul(x, weight)
     rows = x.shape[0]
     if config is None:
-        sms = num_sms or device.num_sms()
-        config = default_config(weight.data.shape[0], depth, rows, sms)
+        outputs = weight.data.shape[0]
+        key = {"kind": weight.kind, "outputs": outputs, "inputs": depth, "tokens_bucket": rows}
+        tuned = tuning.measured("quant_matmul", key)
+        heuristic = default_config(outputs, depth, rows, num_sms or device.num_sms())
+        config = QuantConfig(**tuned) if tuned else heuristic
     padded = jnp.pad(x, ((0, -rows % 8), (0, 0)))
     return mosaic.matmul(padded, weight, config, interpret=interpret)[:rows]

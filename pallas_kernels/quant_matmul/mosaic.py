@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxengine.pallas_kernels import _mgpu as mg
+from jaxengine.pallas_kernels._mgpu import pl
 from jaxengine.pallas_kernels.quant_matmul.config import BLOCK_K, QuantConfig
 from jaxengine.pallas_kernels.quant_matmul.reference import QuantWeight
 
@@ -40,7 +40,7 @@ def matmul(
         part = lax.axis_index("split")
         wg = lax.axis_index("wg")
 
-        @pl.when(wg == 0)
+        @mg.when(wg == 0)
         def _compute() -> None:
             def product(acc: jax.Array, a: jax.Array, b: Any) -> jax.Array:
                 return mg.accumulate(acc, a.astype(x.dtype), b, a_smem, simulated)
@@ -69,13 +69,13 @@ def matmul(
                 total = total * scales(0)
             out_ref[part, mine] = total
 
-        @pl.when(wg == 1)
+        @mg.when(wg == 1)
         def _load() -> None:
-            @pl.loop(0, steps)
+            @mg.each(0, steps)
             def _(i: Any) -> None:
                 slot = lax.rem(i, jnp.int32(stages))
 
-                @pl.when(i >= stages)
+                @mg.when(i >= stages)
                 def _() -> None:
                     mg.barrier_wait(empty.at[slot])
 
@@ -90,7 +90,7 @@ def matmul(
                         full.at[slot],
                     )
 
-            @pl.loop(max(steps - stages, 0), steps)
+            @mg.each(max(steps - stages, 0), steps)
             def _(i: Any) -> None:
                 mg.barrier_wait(empty.at[lax.rem(i, jnp.int32(stages))])
 

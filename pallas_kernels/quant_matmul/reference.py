@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def quantise(weight: Float[Array, "N K"], kind: str, group: int = 0) -> QuantWei
     return QuantWeight(pack_int4(whole) if kind == "int4" else whole, scale)
 
 
-def dequantise(weight: QuantWeight, dtype: jnp.dtype = jnp.dtype(jnp.float32)) -> Array:
+def dequantise(weight: QuantWeight, dtype: Any = jnp.float32) -> Array:
     """[N, K] in `dtype`."""
     data = unpack_int4(weight.data) if weight.kind == "int4" else weight.data
     n, k = data.shape

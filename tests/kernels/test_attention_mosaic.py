@@ -21,7 +21,7 @@ from jaxengine.pallas_kernels.paged_attention.config import AttentionConfig
 
 HERE = pathlib.Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent))
-from attention_cases import Batch, Case, build, relative
+from attention_cases import Batch, Case, build, relative  # noqa: E402
 
 DECODE = AttentionConfig(1, 64, 2, 2)
 PREFILL = AttentionConfig(2, 128, 2, 1)
@@ -34,7 +34,7 @@ CASES = {
     "group of 7": (Case(((3, 130), (1, 40)), 7, 2, **HALF), AttentionConfig(1, 64, 2, 1), 4),
     "prefill": (Case(((40, 300), (7, 140)), 4, 1, window=100, **HALF), PREFILL, 2),
     "page of 128": (Case(((2, 200),), 4, 2, dim=80, page=128, **HALF), DECODE, 2),
-    "width 256": (Case(((5, 70),), 2, 1, dim=256, page=64, **HALF), AttentionConfig(1, 64, 2, 1), 1),
+    "width 256": (Case(((5, 70),), 2, 1, 256, 64, **HALF), AttentionConfig(1, 64, 2, 1), 1),
     "fp8": (
         Case(((1, 300), (9, 50)), 4, 2, page=32, sinks=True, fp8=True, **HALF),
         AttentionConfig(1, 64, 2, 1),

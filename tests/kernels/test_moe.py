@@ -54,9 +54,7 @@ def test_mlp_is_float64s(tokens: int, experts: int, top_k: int, seed: int) -> No
 def test_experts_elsewhere_add_nothing() -> None:
     x, gate_up, down, share, ids = weights_of(0, 9, 32, 16, 4, 2, jnp.float32)
     whole = mlp64(x, gate_up, down, share, ids)
-    halves = [
-        moe.moe_mlp(x, gate_up[a : a + 2], down[a : a + 2], share, ids - a) for a in (0, 2)
-    ]
+    halves = [moe.moe_mlp(x, gate_up[a : a + 2], down[a : a + 2], share, ids - a) for a in (0, 2)]
     assert relative(sum(halves), whole) < 1e-5
 
 
