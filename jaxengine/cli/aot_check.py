@@ -198,7 +198,8 @@ def run_aot_check(
     except (ValueError, RuntimeError) as e:
         print(e, file=sys.stderr)
         return 2
-    temp = max((r.get("temp", 0) for r in reports if r["op"] == "step"), default=0)
+    whole = any(r["op"] == "step" for r in reports)
+    temp = max((r.get("temp", 0) for r in reports), default=0)
     weights = s.parameters * 2
     block = block_size * s.kv_width * s.layers * 2
     usable = int(aot.TARGETS[target].memory * memory_utilization)
@@ -214,6 +215,8 @@ def run_aot_check(
     for line, _ in lines:
         print("  " + line)
     print(f"  weights {weights / GIB:.2f} GiB, largest temporary {temp / GIB:.2f} GiB")
+    if not whole:
+        print("  (of kernels alone: whole steps are compiled for plain dense models only)")
     print(f"  usable memory {usable / GIB:.2f} GiB, one KV block {block / 1024:.0f} KiB")
     if blocks:
         print(f"  {blocks} KV blocks: {blocks * block_size} tokens of context in all")
