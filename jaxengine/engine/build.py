@@ -78,7 +78,6 @@ def build(config: EngineConfig) -> Built:
     warmup = _warmup(config.runner.warmup)
     if warmup != "lazy":
         programs.start(first_keys(buckets, sizes), urgent=True)
-        programs.start(warmup_keys(buckets, sizes))
 
     def load() -> Params:
         params = load_params(files, spec, dtype, _put)
@@ -89,6 +88,9 @@ def build(config: EngineConfig) -> Built:
         loaded = time.monotonic()
         runner = ModelRunner(params, state, programs, buckets, load)
         executor = InlineExecutor(runner, sizes)
+        if warmup != "lazy":
+            # Not earlier: tracing is Python, and would hold up the loader's threads.
+            programs.start(warmup_keys(buckets, sizes))
         if warmup == "full":
             _wait_with_progress(programs)
         elif warmup == "background":
