@@ -90,7 +90,7 @@ def build(config: EngineConfig) -> Built:
         executor = InlineExecutor(runner, sizes)
         if warmup != "lazy":
             # Not earlier: tracing is Python, and would hold up the loader's threads.
-            programs.start(warmup_keys(buckets, sizes))
+            programs.start(warmup_keys(buckets, sizes), urgent=warmup == "full")
         if warmup == "full":
             _wait_with_progress(programs)
         elif warmup == "background":

@@ -57,7 +57,10 @@ class Programs:
         self._state = state
         self._slot_shape = slot_shape
         self._urgent = ThreadPoolExecutor(threads, "compile")
-        self._pool = ThreadPoolExecutor(threads, "warm-up", initializer=_yield_to_others)
+        # Half the threads: tracing holds the interpreter, which requests need too.
+        self._pool = ThreadPoolExecutor(
+            max(1, threads // 2), "warm-up", initializer=_yield_to_others
+        )
         self._futures: dict[Key, Future[Any]] = {}
         self._lock = threading.Lock()
         self.num_compiled = 0
