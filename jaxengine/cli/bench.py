@@ -8,6 +8,7 @@ import sys
 BENCHES = {
     "throughput": "tokens/s of the engine in this process",
     "latency": "seconds of one batch from start to end",
+    "perplexity": "likelihood of texts by type and quantisation",
     "sched": "microseconds of the scheduler a request and step, without a device",
     "serve": "load on a running server: TTFT, ITL, tokens/s (--stub starts one with canned tokens)",
 }

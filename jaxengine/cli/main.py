@@ -140,6 +140,26 @@ def complete(
     return run_complete(url, model, prompt, temperature, max_tokens, api_key)
 
 
+@app.command(name="aot-check")
+def aot_check(model: str, *, target: str = "h200", block_size: int = 64, json: bool = False) -> int:
+    """What a model needs on a GPU, told by its compiler without that GPU.
+
+    Parameters
+    ----------
+    model
+        Folder with a config.json.
+    target
+        h200, h100, a100 or b200.
+    block_size
+        Tokens in one KV block.
+    json
+        Print JSON instead of a table.
+    """
+    from jaxengine.cli.aot_check import run_aot_check
+
+    return run_aot_check(model, target=target, block_size=block_size, json_output=json)
+
+
 @app.command
 def doctor() -> int:
     """Show versions, devices and settings, and what is wrong with them. Exit 1 on a problem."""
