@@ -236,7 +236,7 @@ class EngineCore:
             "reset_prefix_cache": self._reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
             "pause": self._pause,
-            "resume": self.scheduler.resume,
+            "resume": self._resume,
             "is_paused": lambda: self.scheduler.is_paused,
             "sleep": self._sleep,
             "wake_up": self._wake_up,
@@ -258,6 +258,11 @@ class EngineCore:
         for request in self.scheduler.pause(mode):
             self._prompt_logprobs.drop(request.request_id)
             self._outputs.append(EngineOutput(request.request_id, [], finish_reason="abort"))
+
+    def _resume(self) -> None:
+        """Undo a pause. A sleeping engine has nothing to run with: it goes on at `wake_up`."""
+        if not self._sleep_level:
+            self.scheduler.resume()
 
     def _sleep(self, level: int = 1) -> None:
         """Abort what runs and give the device's memory back. Raises ValueError for the level."""

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -117,12 +117,17 @@ class Programs:
 
     def _wait_quietly(self) -> None:
         for key in list(self._futures):
-            try:
-                self._futures[key].exception()
-            except BaseException:  # noqa: BLE001 - cancelled: shut down, or compiled elsewhere
-                if self._futures[key].cancelled():
-                    return
-                self._futures[key].exception()
+            while True:
+                future = self._futures[key]
+                try:
+                    error = future.exception()
+                    break
+                except CancelledError:
+                    if self._futures[key] is future:
+                        return  # shut down; otherwise `get` compiles it itself
+            if error is not None:
+                log.error("warm-up: %s does not compile: %s", _describe(key), error)
+                return  # never warm; a step that needs it raises the error
         self.warm = True
 
     def _compile(self, key: Key) -> Any:
