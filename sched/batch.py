@@ -89,6 +89,7 @@ def layout_of(bucket: Bucket, shape: BatchShape) -> Layout:
         ("slots", (rows,)),
         ("seq_len", (rows,)),
         ("logits_index", (rows,)),
+        ("q_start", (rows + 1,)),
         ("block_table", (shape.num_groups, rows, shape.table_width)),
     ]
     if not bucket.decode_only:
@@ -175,6 +176,9 @@ def pack(
     slots[rows:] = num_slots + np.arange(bucket.rows - rows)
     view(blob, layout, "seq_len")[:rows] = seq_len
     view(blob, layout, "logits_index")[:rows] = first + plan.num_new - 1
+    starts = view(blob, layout, "q_start")
+    starts[:rows] = first
+    starts[rows:] = tokens
     num_items = 0
     if not bucket.decode_only:
         items = _work_items(plan, first)

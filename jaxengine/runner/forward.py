@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxengine.models.decoder import KV, AttentionPlan, decode
+from jaxengine.layers.attention import AttentionPlan
+from jaxengine.models.decoder import KV, decode
+from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.sched.batch import HEADER, BatchShape, Bucket, Layout, layout_of
 
@@ -28,6 +30,7 @@ class StepConfig:
     shape: BatchShape
     num_logprobs: int  # K
     row_buckets: tuple[int, ...]  # sizes of the sample programs, ascending
+    layout: StepLayout = StepLayout()
 
 
 class ForwardOutput(NamedTuple):
@@ -59,11 +62,13 @@ def forward(
         kv_slot=part["kv_slot"],
         block_table=part["block_table"],
         seq_len=part["seq_len"],
+        q_start=part["q_start"],
+        num_tokens=header["num_tokens"],
         num_decode=header["num_decode"],
         items=part.get("items"),
         num_items=header["num_items"],
     )
-    hidden, kv = decode(config.spec, params, kv, ids, plan)
+    hidden, kv = decode(config.spec, params, kv, ids, plan, config.layout)
     picked = hidden[part["logits_index"]]
     sizes = (rows,) if bucket.decode_only else config.row_buckets
     out = {size: picked[:size] for size in sizes}

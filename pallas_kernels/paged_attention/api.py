@@ -60,6 +60,17 @@ def _check(q: Any, kv_cache: Any, block_table: Any, sinks: Any, kv_scales: Any) 
         raise ValueError(f"kv_scales must be [{kv_heads}, 2], got {kv_scales.shape}")
 
 
+def choose_config(tokens: int, rows: int, heads: int, kv_cache: Any) -> AttentionConfig:
+    """The measured configuration for a batch of at most `tokens` in `rows` rows, or a default."""
+    _, _, kv_heads, page, dim = kv_cache.shape
+    group, per_row = heads // kv_heads, -(-tokens // rows)
+    key: dict[str, Any] = {"head_dim": dim, "group": group, "page": page}
+    key |= {"kv": jnp.dtype(kv_cache.dtype).name, "tokens_per_row_bucket": per_row}
+    tuned = tuning.measured("paged_attention", key)
+    fp8 = jnp.dtype(kv_cache.dtype).itemsize == 1
+    return AttentionConfig(**tuned) if tuned else default_config(dim, per_row, group, fp8)
+
+
 def make_plan(
     q_start: Any,
     kv_len: Any,
@@ -121,11 +132,7 @@ def paged_attention(
     group = heads // kv_heads
     fp8 = jnp.dtype(kv_cache.dtype).itemsize == 1
     if config is None:
-        per_row = -(-tokens // kv_len.shape[0])
-        key: dict[str, Any] = {"head_dim": dim, "group": group, "page": kv_cache.shape[3]}
-        key |= {"kv": jnp.dtype(kv_cache.dtype).name, "tokens_per_row_bucket": per_row}
-        tuned = tuning.measured("paged_attention", key)
-        config = AttentionConfig(**tuned) if tuned else default_config(dim, per_row, group, fp8)
+        config = choose_config(tokens, kv_len.shape[0], heads, kv_cache)
     if fp8 and config.compute_wgs != 1:
         raise ValueError("an fp8 cache needs a config with compute_wgs=1")
     reason = unsupported(q.shape, q.dtype, kv_cache.shape, kv_cache.dtype)

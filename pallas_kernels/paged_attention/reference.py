@@ -9,6 +9,7 @@ of the context with an online softmax (Milakov and Gimelshein, 2018; FlashAttent
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,25 @@ Carry = tuple[Array, Array, Array]  # running maximum, sum of weights, weighted 
 Turn = Callable[[Array, Carry], Carry]
 CHUNK = 128  # context tokens of one loop turn: a chunk's K and V stay in cache
 BLOCK_DIAGONAL_MAX_HEADS = 4  # kv heads up to which block-diagonal queries beat a transpose
+
+
+class _Scores(NamedTuple):
+    """How scores are treated before the softmax."""
+
+    kv_heads: int
+    window: int
+    soft_cap: float
+    sinks: Float[Array, "H"] | None
+
+    def cap(self, s: Array) -> Array:
+        return jnp.tanh(s / self.soft_cap) * self.soft_cap if self.soft_cap else s
+
+    def start(self, shape: tuple[int, ...], heads: tuple[int, ...]) -> tuple[Array, Array]:
+        """Running maximum and sum before any key: a sink counts as one weight, exp(0)."""
+        if self.sinks is None:
+            return jnp.full(shape, NEG, jnp.float32), jnp.zeros(shape, jnp.float32)
+        sinks = self.sinks.astype(jnp.float32).reshape(heads)
+        return jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
 
 
 def _gather(cache: Float[Array, "N P X"], blocks: Int[Array, "R n"]) -> Float[Array, "R t X"]:
@@ -44,20 +64,24 @@ def decode_attention(
     *,
     num_kv_heads: int,
     window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Float[Array, "H"] | None = None,
     rows_per_turn: int = 0,
 ) -> Float[Array, "S H C"]:
     """One query a row, at position seq_len - 1, over that row's context.
 
-    q is already scaled. Rows >= num_rows give 0. `block_table` entries must be in range, also
+    q is already scaled. soft_cap > 0 bounds scores by tanh; sinks are extra logits without a
+    value. Rows >= num_rows give 0. `block_table` entries must be in range, also
     the unused ones. `rows_per_turn` > 0 handles rows in turns of so many, so that few decode
     rows in a wide program cost little.
     """
     total = q.shape[0]
+    how = _Scores(num_kv_heads, window, soft_cap, sinks)
     step = rows_per_turn if 0 < rows_per_turn < total else total
     if step == total:
         live = jnp.arange(total) < num_rows
         lens = jnp.where(live, seq_len, 0)
-        return _decode_rows(q, k_cache, v_cache, block_table, lens, num_kv_heads, window)
+        return _decode_rows(q, k_cache, v_cache, block_table, lens, how)
 
     def turn(i: Array, out: Array) -> Array:
         # The last turn may overlap the one before: a slice past the end would be moved.
@@ -70,8 +94,7 @@ def decode_attention(
             v_cache,
             jax.lax.dynamic_slice_in_dim(block_table, at, step),
             lens,
-            num_kv_heads,
-            window,
+            how,
         )
         return jax.lax.dynamic_update_slice_in_dim(out, rows, at, 0)
 
@@ -85,10 +108,10 @@ def _decode_rows(
     v_cache: Array,
     block_table: Array,
     lens: Array,
-    kv_heads: int,
-    window: int,
+    how: _Scores,
 ) -> Array:
     rows, heads, dim = q.shape
+    kv_heads, window = how.kv_heads, how.window
     block_size = k_cache.shape[1]
     per_chunk = _chunk_blocks(block_size, block_table.shape[1])
     table = _pad_columns(block_table, per_chunk)
@@ -129,7 +152,7 @@ def _decode_rows(
         seen = at < lens[:, None]
         if window:
             seen &= at >= lens[:, None] - window
-        s = jnp.where(seen[:, None, :], scores_of(k), NEG)
+        s = jnp.where(seen[:, None, :], how.cap(scores_of(k)), NEG)
         new_top = jnp.maximum(top, s.max(-1))
         p = jnp.where(seen[:, None, :], jnp.exp(s - new_top[..., None]), 0)
         keep = jnp.exp(top - new_top)
@@ -144,11 +167,8 @@ def _decode_rows(
         else 0
     )
     width = kv_heads * dim if diagonal else dim
-    start = (
-        jnp.full((rows, heads), NEG, jnp.float32),
-        jnp.zeros((rows, heads), jnp.float32),
-        jnp.zeros((rows, heads, width), jnp.float32),
-    )
+    top, total = how.start((rows, heads), (heads,))
+    start = (top, total, jnp.zeros((rows, heads, width), jnp.float32))
     _, total, acc = jax.lax.fori_loop(first, last, turn, start)
     if diagonal:
         split = acc.reshape(rows, heads, kv_heads, dim)
@@ -172,6 +192,8 @@ def prefill_attention(
     *,
     num_kv_heads: int,
     window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Float[Array, "H"] | None = None,
     query_block: int = 128,
 ) -> Float[Array, "T H C"]:
     """Chunks of prompts over their own contexts, by a list of work items.
@@ -185,6 +207,7 @@ def prefill_attention(
     block_size = k_cache.shape[1]
     group = heads // num_kv_heads
     bq = min(query_block, tokens)
+    how = _Scores(num_kv_heads, window, soft_cap, sinks)
     per_chunk = _chunk_blocks(block_size, block_table.shape[1])
     table = _pad_columns(block_table, per_chunk)
     chunk = per_chunk * block_size
@@ -205,6 +228,7 @@ def prefill_attention(
                 k = _gather(k_cache, blocks)[0].reshape(chunk, num_kv_heads, dim)
                 v = _gather(v_cache, blocks)[0].reshape(chunk, num_kv_heads, dim)
                 s = jnp.einsum("gqc,tgc->gqt", query, k, preferred_element_type=jnp.float32)
+                s = how.cap(s)
                 if masked:
                     at = c * chunk + jnp.arange(chunk)
                     seen = at[None, :] <= at_query[:, None]
@@ -228,9 +252,11 @@ def prefill_attention(
 
             return body
 
+        # Scores are [G, (group, query)].
+        top, total = how.start((num_kv_heads, group, bq), (num_kv_heads, group, 1))
         carry = (
-            jnp.full((num_kv_heads, group * bq), NEG, jnp.float32),
-            jnp.zeros((num_kv_heads, group * bq), jnp.float32),
+            top.reshape(num_kv_heads, group * bq),
+            total.reshape(num_kv_heads, group * bq),
             jnp.zeros((num_kv_heads, group * bq, dim), jnp.float32),
         )
         last = (position + count + chunk - 1) // chunk

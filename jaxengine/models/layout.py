@@ -1,0 +1,27 @@
+"""How a step lies on devices and in caches: static choices, made once when the engine is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CacheLayout = Literal["token_major", "head_major"]
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Single device, token-major (the CPU's) unless said otherwise.
+
+    token_major: a layer's cache is keys and values [N, P, G * C]; head_major (GPU): one array
+    [N, 2, G, P, C]. Mesh axes are named where the step runs inside `shard_map`; "" = none.
+    """
+
+    cache: CacheLayout = "token_major"
+    attention_backend: str = "xla"  # auto | mosaic | xla, for the head-major cache
+    tensor_axis: str = ""  # heads, FFN columns and vocabulary rows are split over it
+    tensor_size: int = 1
+    data_axis: str = ""  # tokens and caches differ along it (attention data parallelism)
+    data_size: int = 1
+    expert_parallel: bool = False  # experts are split over both axes, else their columns
+    dispatch: str = "auto"  # all-to-all backend of expert parallelism
+    dbo: bool = False  # two microbatches out of phase

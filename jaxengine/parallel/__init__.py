@@ -1,0 +1,1 @@
+"""Expert parallelism, and the two microbatches of dual-batch overlap."""
