@@ -2,7 +2,7 @@
 #   make demo       one answer from the demo model, streamed through the HTTP server
 #   make serve      serve the demo model on port 8000 (ARGS="--port 9000" adds flags)
 #   make test       the test suite; make test-full adds the slow tests
-#   make test-aot  the GPU kernels, compiled for an H200 by JAX's CUDA plugin (0.5 GB), no GPU needed
+#   make test-aot   the GPU kernels, compiled for an H200 by JAX's CUDA plugin (0.5 GB), no GPU needed
 #   make lint       ruff, mypy, import contracts
 
 VENV ?= .venv
@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.14; do \
 EXTRA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/cuda\1/p')
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo serve test test-full test-aot lint clean
+.PHONY: demo serve test test-full test-aot test-aot-full lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-stamp
@@ -27,11 +27,15 @@ test: $(VENV)/.dev-stamp
 	$(BIN)/python -m pytest -q $(ARGS)
 
 test-full: $(VENV)/.dev-stamp
-	$(BIN)/python -m pytest -q -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not aot" $(ARGS)
 
 test-aot: $(VENV)/.dev-stamp
 	sh scripts/install_aot.sh $(VENV)
-	$(BIN)/python -m pytest -q tests/kernels/test_aot.py $(ARGS)
+	$(BIN)/python -m pytest -q -m "aot and not slow" tests/kernels $(ARGS)
+
+test-aot-full: $(VENV)/.dev-stamp
+	sh scripts/install_aot.sh $(VENV)
+	$(BIN)/python -m pytest -q -s -m aot tests/kernels $(ARGS)
 
 lint: $(VENV)/.dev-stamp
 	$(BIN)/ruff check .

@@ -41,8 +41,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    block_size: int = 16
-    """Tokens in one KV block."""
+    block_size: int | None = None
+    """Tokens in one KV block; default 16, or 64 with the Hopper kernels (one copy a tile)."""
     num_gpu_blocks_override: int | None = None
     """Exact number of KV blocks, instead of what memory allows."""
     kv_cache_memory_bytes: int | None = None
@@ -85,6 +85,9 @@ class RunnerConfig:
     warmup: Literal["auto", "full", "background", "lazy"] = "auto"
     """full: compile every bucket before serving; background: serve at once and compile beside;
     lazy: compile on first use; auto: background on CPU, full on GPU."""
+    attention_backend: Literal["auto", "mosaic", "xla"] = "auto"
+    """mosaic: the Pallas kernels for Hopper, or an error; xla: never; auto: the kernels where the
+    device and the model's shapes allow, else XLA with one log line that says why."""
     compilation_cache_dir: str | None = None
     """Persistent XLA cache; default ~/.cache/jaxengine/xla; "off" disables."""
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
+
+# What XLA may put in a CUDA graph: all but collectives, which have hung in graphs.
+GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL"
 
 _applied: dict[str, str] = {}
 
@@ -29,7 +34,7 @@ def setup() -> dict[str, str]:
         _applied["note"] = "JAX was imported first; settings of its environment are the user's"
     _default("TF_CPP_MIN_LOG_LEVEL", "2")
     if gpu_expected():
-        _default("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+        _gpu_settings(compute_capabilities())
     elif "JAX_PLATFORMS" not in os.environ and "JAX_PLATFORM_NAME" not in os.environ:
         # Saves the search for accelerator plugins.
         _default("JAX_PLATFORMS", "cpu")
@@ -43,6 +48,50 @@ def gpu_expected() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
         return False
     return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
+
+
+def compute_capabilities() -> list[str]:
+    """Of every visible NVIDIA device, as "9.0"; empty where nvidia-smi cannot tell."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    ask = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        ask.append(f"--id={visible}")
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        _applied["note"] = f"nvidia-smi could not tell the devices: {error}"
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def _gpu_settings(capabilities: list[str]) -> None:
+    """Settings of one or more NVIDIA devices; see docs/kernels.md for the reasons."""
+    _default("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    _default("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "xla_gpu_per_fusion_autotune_cache_dir")
+    # Rematerialisation costs compile time and saves nothing where there is no backward pass.
+    _default_flag("xla_disable_hlo_passes", "rematerialization")
+    if len(capabilities) < 2:
+        return
+    _default("NCCL_LAUNCH_MODE", "GROUP")  # one process, many devices
+    _default_flag("xla_gpu_enable_command_buffer", GRAPH_COMMANDS)
+    _default_flag("xla_gpu_enable_latency_hiding_scheduler", "true")
+    # Merging the products of two microbatches (same weights) would undo their overlap.
+    _default_flag("xla_gpu_dot_merger_threshold_mb", "0")
+    if all(c.startswith("9.") for c in capabilities):
+        # One hardware queue keeps a collective's launch in order; on Blackwell it costs speed.
+        _default("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _default_flag(name: str, value: str) -> None:
+    """Add a flag to XLA_FLAGS unless the user's already has it."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if f"--{name}=" in flags or f"--{name} " in f"{flags} ":
+        return
+    os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+    _applied[f"XLA_FLAGS --{name}"] = value
 
 
 def cache_dir(setting: str | None) -> Path | None:

@@ -18,6 +18,7 @@ from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.decoder import param_shapes
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.runner.buckets import all_buckets, row_buckets
+from jaxengine.runner.choice import choose_attention
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Programs
@@ -57,7 +58,11 @@ def build(config: EngineConfig) -> Built:
     spec = load_spec(files)
     dtype = _dtype(config.model.dtype, checkpoint_dtype(files))
     kv_dtype = jnp.dtype(dtype)
-    planner = plan_sizes(config, spec, kv_dtype)
+    on_cpu = jax.default_backend() == "cpu"
+    layout, block_size = choose_attention(
+        config.runner.attention_backend, spec, kv_dtype, config.cache.block_size, on_cpu
+    )
+    planner = plan_sizes(config, spec, kv_dtype, block_size)
     batch_shape = BatchShape(
         num_groups=len(planner.groups),
         table_width=-(-planner.max_model_len // planner.block_size),
@@ -68,8 +73,8 @@ def build(config: EngineConfig) -> Built:
     asked = config.model.max_logprobs
     num_logprobs = spec.vocab_size if asked < 0 else min(asked, spec.vocab_size)
     sizes = row_buckets(planner.max_num_seqs)
-    step = StepConfig(spec, batch_shape, num_logprobs, sizes)
-    state = state_shapes(spec, batch_shape, slot_shape, kv_dtype)
+    step = StepConfig(spec, batch_shape, num_logprobs, sizes, layout)
+    state = state_shapes(spec, batch_shape, slot_shape, kv_dtype, layout)
     buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
     shapes = param_shapes(spec, kv_dtype)
     if config.model.quantization == "int8":
@@ -138,7 +143,9 @@ def _dtype(setting: str, stored: str) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
-def plan_sizes(config: EngineConfig, spec: DecoderSpec, kv_dtype: Any) -> PlannerConfig:
+def plan_sizes(
+    config: EngineConfig, spec: DecoderSpec, kv_dtype: Any, block_size: int
+) -> PlannerConfig:
     """Resolve every size the planner needs; raises ValueError naming the setting."""
     on_cpu = jax.default_backend() == "cpu"
     sched, cache = config.scheduler, config.cache
@@ -146,8 +153,8 @@ def plan_sizes(config: EngineConfig, spec: DecoderSpec, kv_dtype: Any) -> Planne
     budget = sched.max_num_batched_tokens or (1024 if on_cpu else 8192)
     if max_num_seqs < 1 or budget < 1:
         raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
-    if cache.block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {cache.block_size}")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
     if budget < max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens {budget} must be at least max_num_seqs {max_num_seqs}"
@@ -162,15 +169,15 @@ def plan_sizes(config: EngineConfig, spec: DecoderSpec, kv_dtype: Any) -> Planne
     max_model_len = wanted or spec.max_position
     itemsize = jnp.dtype(kv_dtype).itemsize
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
-    block_bytes = token_bytes * cache.block_size
+    block_bytes = token_bytes * block_size
     num_blocks = cache.num_gpu_blocks_override
     if num_blocks is None:
         room = cache.kv_cache_memory_bytes or _kv_room(on_cpu, cache.gpu_memory_utilization)
-        most = -(-max_model_len // cache.block_size) * max_num_seqs
+        most = -(-max_model_len // block_size) * max_num_seqs
         num_blocks = min(room // block_bytes, most)
     if num_blocks < 1:
         raise ValueError("kv_cache_memory_bytes does not hold a single block")
-    fits = num_blocks * cache.block_size
+    fits = num_blocks * block_size
     if max_model_len > fits:
         if wanted is not None:
             need = max_model_len * token_bytes / 2**30
@@ -184,7 +191,7 @@ def plan_sizes(config: EngineConfig, spec: DecoderSpec, kv_dtype: Any) -> Planne
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
-        block_size=cache.block_size,
+        block_size=block_size,
         num_blocks=num_blocks,
         groups=tuple(GroupSpec(window) for window in spec.groups),
         enable_prefix_caching=cache.enable_prefix_caching,

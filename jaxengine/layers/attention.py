@@ -13,10 +13,6 @@ from jaxengine.pallas_kernels.kv_write import kv_write
 from jaxengine.pallas_kernels.kv_write.api import write_kv
 from jaxengine.pallas_kernels.paged_attention import api, decode_attention, prefill_attention
 
-# Decode rows of one turn: a chunk of their keys fits a core's cache, and rows of very different
-# lengths do not wait for the longest.
-ROWS_PER_TURN = 8
-
 LayerCache = tuple[Array, ...]  # token_major: keys, values [N, P, G*C]; head_major: [N, 2, G, P, C]
 
 
@@ -56,7 +52,7 @@ def kernel_work(
     work = tuple(
         api.make_plan(
             plan.q_start,
-            _live_lengths(plan),
+            live_lengths(plan),
             num_tokens=tokens,
             heads=heads,
             kv_heads=kv_heads,
@@ -70,7 +66,7 @@ def kernel_work(
     return plan._replace(work=work)
 
 
-def _live_lengths(plan: AttentionPlan) -> Int[Array, "S"]:
+def live_lengths(plan: AttentionPlan) -> Int[Array, "S"]:
     """Context lengths; 0 for rows without tokens (padding)."""
     return jnp.where(plan.q_start[1:] > plan.q_start[:-1], plan.seq_len, 0)
 
@@ -99,7 +95,12 @@ def write_and_attend(
     if layout.cache == "token_major":
         keys = kv_write(cache[0], k.reshape(tokens, kv_heads * dim), slots)
         values = kv_write(cache[1], v.reshape(tokens, kv_heads * dim), slots)
-        out = _token_major(q * scale, keys, values, plan, table, kv_heads, window, soft_cap, sinks)
+        # Few rows a turn: a chunk of their keys fits a core's cache, and rows of very different
+        # lengths do not wait for the longest.
+        turn = layout.rows_per_turn
+        how: dict[str, Any] = {"num_kv_heads": kv_heads, "window": window}
+        how |= {"soft_cap": soft_cap, "sinks": sinks}
+        out = _token_major(q * scale, keys, values, plan, table, turn, how)
         return out, (keys, values)
     kv = write_kv(cache[0], k, v, slots, backend="xla")  # a donated scatter: nothing to fuse
     out = api.paged_attention(
@@ -107,7 +108,7 @@ def write_and_attend(
         kv,
         table,
         plan.q_start,
-        _live_lengths(plan),
+        live_lengths(plan),
         scale=scale,
         window=window,
         soft_cap=soft_cap,
@@ -125,23 +126,19 @@ def _token_major(
     values: Array,
     plan: AttentionPlan,
     table: Array,
-    kv_heads: int,
-    window: int,
-    soft_cap: float,
-    sinks: Array | None,
+    rows_per_turn: int,
+    how: dict[str, Any],
 ) -> Float[Array, "T H C"]:
     rows = plan.seq_len.shape[0]
-    how: dict[str, Any] = {"num_kv_heads": kv_heads, "window": window}
-    how |= {"soft_cap": soft_cap, "sinks": sinks}
     if plan.items is None:
         return decode_attention(
             q, keys, values, table, plan.seq_len, plan.num_decode,
-            rows_per_turn=ROWS_PER_TURN, **how,
+            rows_per_turn=rows_per_turn, **how,
         )  # fmt: skip
     out = prefill_attention(q, keys, values, table, plan.items, plan.num_items, **how)
     decoded = decode_attention(
         q[:rows], keys, values, table, plan.seq_len, plan.num_decode,
-        rows_per_turn=ROWS_PER_TURN, **how,
+        rows_per_turn=rows_per_turn, **how,
     )  # fmt: skip
     is_decode = (jnp.arange(rows) < plan.num_decode)[:, None, None]
     return out.at[:rows].set(jnp.where(is_decode, decoded, out[:rows]))

@@ -18,6 +18,7 @@ class StepLayout:
 
     cache: CacheLayout = "token_major"
     attention_backend: str = "xla"  # auto | mosaic | xla, for the head-major cache
+    rows_per_turn: int = 8  # decode rows that attend together, token-major; 0 = all
     tensor_axis: str = ""  # heads, FFN columns and vocabulary rows are split over it
     tensor_size: int = 1
     data_axis: str = ""  # tokens and caches differ along it (attention data parallelism)

@@ -10,7 +10,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxengine.models.decoder import KV
+from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec
+from jaxengine.runner.choice import cache_shape
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.slot_record import SlotShape
 
@@ -34,18 +36,17 @@ class DeviceState(NamedTuple):
 
 
 def state_shapes(
-    spec: DecoderSpec, batch: BatchShape, slot: SlotShape, kv_dtype: Any
+    spec: DecoderSpec, batch: BatchShape, slot: SlotShape, kv_dtype: Any, layout: StepLayout
 ) -> DeviceState:
     """ShapeDtypeStructs of the whole state."""
-    cache = jax.ShapeDtypeStruct(
-        (batch.num_blocks, batch.block_size, spec.num_kv_heads * spec.head_dim), kv_dtype
-    )
+    shapes = cache_shape(spec, layout, batch.num_blocks, batch.block_size)
+    cache = tuple(jax.ShapeDtypeStruct(shape, kv_dtype) for shape in shapes)
     fields = {
         name: jax.ShapeDtypeStruct((slot.num_slots, *dims), jnp.int32)
         for name, dims in slot.fields().items()
     }
     last = jax.ShapeDtypeStruct((slot.num_slots,), jnp.int32)
-    kv = tuple((cache, cache) for _ in range(spec.num_layers))
+    kv = tuple(cache for _ in range(spec.num_layers))
     return DeviceState(kv, SlotState(last_token=last, **fields))  # type: ignore[arg-type]
 
 
