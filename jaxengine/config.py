@@ -81,6 +81,25 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    tensor_parallel_size: int = 1
+    """Devices that share every layer: heads, FFN columns and vocabulary are divided."""
+    attention_data_parallel_size: int = 1
+    """Groups of devices that attend to different requests, each with its own KV pool, inside one
+    engine; experts are shared by all with enable_expert_parallel."""
+    enable_expert_parallel: bool = False
+    """Divide experts, not their columns, over all devices."""
+    all2all_backend: Literal["auto", "allgather", "all_to_all", "ragged"] = "auto"
+    """How tokens travel to their experts; auto: by size."""
+    enable_dbo: bool = False
+    """Dual-batch overlap: two microbatches out of phase hide the experts' communication."""
+    dbo_decode_token_threshold: int = 32
+    """Fewest tokens of a decode-only step that is split."""
+    dbo_prefill_token_threshold: int = 512
+    """Fewest tokens of a step with prefill that is split."""
+
+
+@dataclass(frozen=True)
 class RunnerConfig:
     warmup: Literal["auto", "full", "background", "lazy"] = "auto"
     """full: compile every bucket before serving; background: serve at once and compile beside;
@@ -123,6 +142,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -142,6 +162,7 @@ PARTS: dict[str, Any] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
     "runner": RunnerConfig,
     "server": ServerConfig,
 }

@@ -49,11 +49,13 @@ HAS_PENALTIES = 8
 
 @dataclass(frozen=True)
 class Bucket:
-    """A compiled shape: T tokens, S rows; decode-only programs have T == S and no work items."""
+    """A compiled shape: T tokens, S rows; decode-only programs have T == S and no work items.
+    `dbo`: the program runs it as two microbatches out of phase."""
 
     tokens: int
     rows: int
     decode_only: bool
+    dbo: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,24 @@ def pack_rows(plan: StepPlan, num_rows: int, sampling: NDArray[np.int32], num_sl
     record = view(blob, layout, "sampling")
     record[:rows] = sampling[plan.slots]
     view(blob, layout, "min_active")[:rows] = plan.num_output < record[:rows, COLUMN["min_tokens"]]
+    return blob
+
+
+def pack_empty(bucket: Bucket, shape: BatchShape, num_slots: int) -> Int32:
+    """The blob of a step without tokens: everything is padding."""
+    layout = layout_of(bucket, shape)
+    blob = np.zeros(layout.size, np.int32)
+    pad = shape.num_blocks * shape.block_size
+    view(blob, layout, "kv_slot")[:] = pad + np.arange(bucket.tokens)
+    view(blob, layout, "slots")[:] = num_slots + np.arange(bucket.rows)
+    return blob
+
+
+def pack_no_rows(num_rows: int, num_slots: int) -> Int32:
+    """The sampler's blob of a step without rows."""
+    layout = rows_layout(num_rows)
+    blob = np.zeros(layout.size, np.int32)
+    view(blob, layout, "slots")[:] = num_slots + np.arange(num_rows)
     return blob
 
 

@@ -11,9 +11,11 @@ import cyclopts
 from cyclopts import Parameter
 
 from jaxengine.config import (
+    PARTS,
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
     ServerConfig,
@@ -34,6 +36,9 @@ class Options:
     scheduler: Annotated[SchedulerConfig, Parameter(name="*", group="Scheduler")] = field(
         default_factory=SchedulerConfig
     )
+    parallel: Annotated[ParallelConfig, Parameter(name="*", group="Devices")] = field(
+        default_factory=ParallelConfig
+    )
     runner: Annotated[RunnerConfig, Parameter(name="*", group="Runner")] = field(
         default_factory=RunnerConfig
     )
@@ -50,7 +55,7 @@ def to_config(model: str | None, options: Options | None) -> EngineConfig:
         if chosen.model not in (ModelConfig().model, model):
             raise ValueError(f"two models are given: {model} and --model {chosen.model}")
         chosen = dataclasses.replace(chosen, model=model)
-    config = EngineConfig(chosen, options.cache, options.scheduler, options.runner, options.server)
+    config = EngineConfig(**{name: getattr(options, name) for name in PARTS} | {"model": chosen})
     check(config)
     return config
 
@@ -63,12 +68,16 @@ _POSITIVE = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_request_bytes",
+    "tensor_parallel_size",
+    "attention_data_parallel_size",
 )
 _NOT_NEGATIVE = (
     "long_prefill_token_threshold",
     "max_num_queued_reqs",
     "max_num_queued_tokens",
     "shutdown_timeout",
+    "dbo_decode_token_threshold",
+    "dbo_prefill_token_threshold",
 )
 
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxengine import platform
-from jaxengine.config import EngineConfig
+from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
-from jaxengine.models.decoder import param_shapes
-from jaxengine.models.spec import DecoderSpec, Params
-from jaxengine.runner.buckets import all_buckets, row_buckets
+from jaxengine.models.cache import cache_bytes_per_token, cache_head_axis
+from jaxengine.models.layout import StepLayout
+from jaxengine.models.params import param_shapes, param_specs
+from jaxengine.models.spec import DecoderSpec, Params, local_spec
+from jaxengine.parallel.mesh import DATA, TENSOR, make_devices
+from jaxengine.runner.buckets import Overlap, all_buckets, in_halves, row_buckets
 from jaxengine.runner.choice import choose_attention
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.runner.programs import Programs
-from jaxengine.runner.state import state_shapes
+from jaxengine.runner.programs import Programs, Specs
+from jaxengine.runner.state import DeviceState, state_shapes
 from jaxengine.runner.warmup import first_keys, warmup_keys
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.config import GroupSpec, PlannerConfig
@@ -45,6 +50,7 @@ class Built:
     slot_shape: SlotShape
     spec: DecoderSpec
     info: dict[str, str]
+    num_shards: int = 1  # of attention data parallelism
 
 
 def build(config: EngineConfig) -> Built:
@@ -53,6 +59,7 @@ def build(config: EngineConfig) -> Built:
     Raises ValueError with one sentence for a setting that cannot work, and the loader's errors.
     """
     started = time.monotonic()
+    _offer_cpu_devices(config.parallel)
     _use_compilation_cache(config.runner.compilation_cache_dir)
     files = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
     spec = load_spec(files)
@@ -62,7 +69,9 @@ def build(config: EngineConfig) -> Built:
     layout, block_size = choose_attention(
         config.runner.attention_backend, spec, kv_dtype, config.cache.block_size, on_cpu
     )
-    planner = plan_sizes(config, spec, kv_dtype, block_size)
+    layout = divide(config.parallel, layout, spec)
+    devices = make_devices(layout)
+    planner = plan_sizes(config, spec, kv_dtype, block_size, layout)
     batch_shape = BatchShape(
         num_groups=len(planner.groups),
         table_width=-(-planner.max_model_len // planner.block_size),
@@ -76,26 +85,53 @@ def build(config: EngineConfig) -> Built:
     step = StepConfig(spec, batch_shape, num_logprobs, sizes, layout)
     state = state_shapes(spec, batch_shape, slot_shape, kv_dtype, layout)
     buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
-    shapes = param_shapes(spec, kv_dtype)
+    shapes = param_shapes(spec, kv_dtype, layout.tensor_size)
     if config.model.quantization == "int8":
+        if devices.mesh is not None:
+            raise ValueError(
+                "quantization int8 is for one device; leave it or the parallel sizes out"
+            )
         shapes = quantized_shapes(shapes)
-    programs = Programs(step, shapes, state, slot_shape)
+    specs = Specs(param_specs(spec, layout), cache_spec(spec, layout))
+    state = DeviceState(devices.place(state.kv, specs.kv), devices.place(state.slots, devices.data))
+    overlap = None
+    if layout.dbo:
+        parallel = config.parallel
+        overlap = Overlap(parallel.dbo_decode_token_threshold, parallel.dbo_prefill_token_threshold)
+    programs = Programs(step, shapes, state, slot_shape, devices=devices, specs=specs)
     warmup = _warmup(config.runner.warmup)
     if warmup != "lazy":
         programs.start(first_keys(buckets, sizes), urgent=True)
 
+    def place(path: tuple[str | int, ...], array: np.ndarray[Any, Any]) -> jax.Array:
+        """A leaf to its devices, each getting only its part."""
+        spec_of_leaf: Any = specs.params
+        for key in path:
+            spec_of_leaf = spec_of_leaf[key]
+        return devices.put(array, spec_of_leaf)
+
     def load() -> Params:
-        params = load_params(files, spec, dtype, _put)
+        params = load_params(
+            files,
+            spec,
+            dtype,
+            jnp.asarray,
+            place=place if devices.mesh is not None else None,
+            tensor_size=layout.tensor_size,
+            expert_parallel=layout.expert_parallel,
+        )
         return quantize_params(params) if config.model.quantization == "int8" else params
 
     try:
         params = load()
         loaded = time.monotonic()
-        runner = ModelRunner(params, state, programs, buckets, load)
-        executor = InlineExecutor(runner, sizes)
+        runner = ModelRunner(params, state, programs, buckets, load, devices)
+        executor = InlineExecutor(runner, sizes, overlap)
         if warmup != "lazy":
             # Not earlier: tracing is Python, and would hold up the loader's threads.
-            programs.start(warmup_keys(buckets, sizes), urgent=warmup == "full")
+            programs.start(
+                warmup_keys(buckets, sizes, in_halves(buckets, overlap)), urgent=warmup == "full"
+            )
         if warmup == "full":
             _wait_with_progress(programs)
         elif warmup == "background":
@@ -113,11 +149,49 @@ def build(config: EngineConfig) -> Built:
         "programs": f"{len(buckets)} buckets, warm-up {warmup}",
         "seconds": f"{loaded - started:.1f} load, {time.monotonic() - loaded:.1f} after",
     }
-    return Built(executor, planner, batch_shape, slot_shape, spec, info)
+    return Built(executor, planner, batch_shape, slot_shape, spec, info, layout.data_size)
 
 
-def _put(array: np.ndarray[Any, Any]) -> jax.Array:
-    return jnp.asarray(array)
+def divide(parallel: ParallelConfig, layout: StepLayout, spec: DecoderSpec) -> StepLayout:
+    """The layout over the asked mesh. Raises ValueError naming the setting and the numbers."""
+    tensor, data = parallel.tensor_parallel_size, parallel.attention_data_parallel_size
+    for name in ("tensor_parallel_size", "attention_data_parallel_size"):
+        if getattr(parallel, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(parallel, name)}")
+    experts = parallel.enable_expert_parallel
+    if experts and spec.moe is None:
+        raise ValueError("enable_expert_parallel is set, but the model has no experts")
+    if parallel.enable_dbo and not (experts and tensor * data > 1):
+        raise ValueError("enable_dbo needs enable_expert_parallel over two devices or more")
+    local_spec(spec, tensor, expert_parallel=experts, devices=tensor * data)
+    return replace(
+        layout,
+        tensor_axis=TENSOR if tensor > 1 else "",
+        tensor_size=tensor,
+        data_axis=DATA if data > 1 else "",
+        data_size=data,
+        expert_parallel=experts and tensor * data > 1,
+        dispatch=parallel.all2all_backend,
+        dbo=parallel.enable_dbo,
+    )
+
+
+def cache_spec(spec: DecoderSpec, layout: StepLayout) -> PartitionSpec:
+    """How every layer's cache arrays are divided: blocks by shard, heads by tensor axis."""
+    axis = cache_head_axis(spec, layout)
+    heads = () if axis is None else (*[None] * (axis - 1), layout.tensor_axis)
+    return PartitionSpec(layout.data_axis or None, *heads)
+
+
+def _offer_cpu_devices(parallel: ParallelConfig) -> None:
+    """On CPU a mesh is made of host devices, which must be asked for before JAX's first use."""
+    wanted = parallel.tensor_parallel_size * parallel.attention_data_parallel_size
+    if wanted > 1 and os.environ.get("JAX_PLATFORMS", "") == "cpu":
+        try:
+            known = int(getattr(jax.config, "jax_num_cpu_devices", -1))
+            jax.config.update("jax_num_cpu_devices", max(wanted, known))
+        except RuntimeError:
+            log.debug("JAX was used before; its host devices stay as they are")
 
 
 def _use_compilation_cache(setting: str | None) -> None:
@@ -144,7 +218,7 @@ def _dtype(setting: str, stored: str) -> str:
 
 
 def plan_sizes(
-    config: EngineConfig, spec: DecoderSpec, kv_dtype: Any, block_size: int
+    config: EngineConfig, spec: DecoderSpec, kv_dtype: Any, block_size: int, layout: StepLayout
 ) -> PlannerConfig:
     """Resolve every size the planner needs; raises ValueError naming the setting."""
     on_cpu = jax.default_backend() == "cpu"
@@ -168,7 +242,7 @@ def plan_sizes(
         )
     max_model_len = wanted or spec.max_position
     itemsize = jnp.dtype(kv_dtype).itemsize
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
+    token_bytes = cache_bytes_per_token(spec, itemsize, layout)
     block_bytes = token_bytes * block_size
     num_blocks = cache.num_gpu_blocks_override
     if num_blocks is None:

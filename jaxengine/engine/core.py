@@ -31,12 +31,13 @@ from jaxengine.engine.messages import (
     EngineRequest,
     EngineStats,
 )
-from jaxengine.engine.packer import Packer
+from jaxengine.engine.packer import Packer, pack_step
 from jaxengine.engine.results import PromptLogprobs, logprobs_of
 from jaxengine.executor.base import Batch
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
+from jaxengine.sched.sharded import ShardedScheduler
 from jaxengine.sched.updates import RequestUpdate, UpdateBatch
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ NAN_ERROR = "the model's logits held NaN or infinity, or no token was legal"
 class InFlight:
     """A submitted step. `unsampled`: its masks wait for the step before it."""
 
-    plan: StepPlan
+    plans: list[StepPlan | None]  # by shard
     batch: Batch
     handle: Any
     unsampled: bool
@@ -72,14 +73,25 @@ class EngineCore:
         self.executor = built.executor
         self.depth = 2 if config.scheduler.async_scheduling else 1
         self._events = _event_publisher(config)
-        self.scheduler = Scheduler(built.planner, record_events=self._events is not None)
-        self._packer = Packer(built.batch_shape, built.slot_shape, config.model.seed)
+        shards = range(built.num_shards)
+        self._shards = [
+            Scheduler(built.planner, record_events=self._events is not None) for _ in shards
+        ]
+        self._packers = [
+            Packer(built.batch_shape, built.slot_shape, config.model.seed + i) for i in shards
+        ]
+        # What is asked of the shards together.
+        self.scheduler: Scheduler | ShardedScheduler = (
+            self._shards[0] if len(shards) == 1 else ShardedScheduler(self._shards)
+        )
         self._inflight: deque[InFlight] = deque()
         self._grammars = Grammars(config, built.spec.vocab_size)
         self._sleep_level = 0
         self._outputs: list[EngineOutput] = []  # made outside of steps
         self._prompt_logprobs = PromptLogprobs()
-        self._stats = EngineStats(pipeline_depth=self.depth, num_blocks=built.planner.num_blocks)
+        self._stats = EngineStats(
+            pipeline_depth=self.depth, num_blocks=built.planner.num_blocks * len(shards)
+        )
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -116,7 +128,7 @@ class EngineCore:
             arrival_time=wire.arrival_time,
             cache_salt=wire.cache_salt,
             skip_reading_prefix_cache=skip_cache,
-            params=self._packer.prepare(wire),
+            params=self._packers[0].prepare(wire),
             grammar=grammar,
         )
 
@@ -143,16 +155,18 @@ class EngineCore:
         return outputs
 
     def _plan_ahead(self) -> bool:
-        plan = self.scheduler.schedule()
-        if plan is None:
+        plans = [shard.schedule() if shard.has_work() else None for shard in self._shards]
+        live = [plan for plan in plans if plan is not None]
+        if not live:
             return False
-        batch = self._packer.pack(plan, self.scheduler.block_tables, self.executor.choose)
-        step = InFlight(plan, batch, self.executor.submit(batch), unsampled=plan.has_grammar)
+        tables = [shard.block_tables for shard in self._shards]
+        batch = pack_step(self._packers, plans, tables, self.executor.choose)
+        step = InFlight(plans, batch, self.executor.submit(batch), unsampled=batch.masked)
         self._inflight.append(step)
-        if plan.has_grammar and not plan.pending_grammar:
+        if batch.masked and not any(plan.pending_grammar for plan in live):
             self._sample(step)
         self._stats.num_steps += 1
-        self._stats.step_tokens += plan.num_tokens
+        self._stats.step_tokens += sum(plan.num_tokens for plan in live)
         return True
 
     def _publish_events(self) -> None:
@@ -160,19 +174,23 @@ class EngineCore:
             self._events.publish(self.scheduler.take_events())
 
     def _sample(self, step: InFlight) -> None:
-        self.executor.sample(step.handle, self._grammars.masks(step.plan, step.batch.sampler_rows))
+        self.executor.sample(step.handle, self._grammars.masks(step.plans, step.batch.sampler_rows))
         step.unsampled = False
 
     def _finish_oldest(self, began: float) -> list[EngineOutput]:
         step = self._inflight.popleft()
         waited = time.perf_counter()
-        result = self.executor.result(step.handle)
+        results = self.executor.result(step.handle)
         done = time.perf_counter()
-        updates = self._reconcile(step.plan, result)
+        updates = [
+            (self._reconcile(shard, plan, result), result)
+            for shard, plan, result in zip(self._shards, step.plans, results, strict=True)
+            if plan is not None
+        ]
         # First what the device waits for, then what the client waits for.
         if self._inflight and self._inflight[0].unsampled:
             self._sample(self._inflight[0])
-        outputs = [self._output(update, result) for update in updates]
+        outputs = [self._output(u, result) for batch, result in updates for u in batch]
         self._publish_events()
         ended = time.perf_counter()
         self._stats.step_seconds += ended - began
@@ -184,11 +202,10 @@ class EngineCore:
             if self.scheduler.abort([request.request_id]):
                 self._outputs.append(_refusal(request.request_id, reason))
 
-    def _reconcile(self, plan: StepPlan, result: StepResult) -> UpdateBatch:
+    def _reconcile(self, shard: Scheduler, plan: StepPlan, result: StepResult) -> UpdateBatch:
         for row, part in result.prompt_logprobs.items():
             self._prompt_logprobs.add(plan.requests[row], int(plan.start[row]), part)
-        updates = self.scheduler.update(plan, result)
-        return updates
+        return shard.update(plan, result)
 
     def _output(self, update: RequestUpdate, result: StepResult) -> EngineOutput:
         request = update.request
@@ -228,6 +245,7 @@ class EngineCore:
         figures = self.executor.stats()
         stats.num_compilations = int(figures["num_compilations"])
         stats.compilations_after_warmup = int(figures["compilations_after_warmup"])
+        stats.extra = {name: n for name, n in figures.items() if name.startswith("dbo_")}
         return stats
 
     def utility(self, method: str, args: list[Any]) -> Any:
@@ -288,7 +306,7 @@ class EngineCore:
         planner = self.built.planner
         return EngineReady(
             max_model_len=planner.max_model_len,
-            num_blocks=planner.num_blocks,
+            num_blocks=planner.num_blocks * len(self._shards),
             block_size=planner.block_size,
             vocab_size=self.built.spec.vocab_size,
             info=self.built.info,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,16 +56,20 @@ class Grammars:
         self._waiting = still
         return failed
 
-    def masks(self, plan: StepPlan, num_rows: int) -> Int32:
-        """[num_rows, ceil(V / 32)] legal tokens of every row; rows without a grammar allow all."""
+    def masks(self, plans: Sequence[StepPlan | None], num_rows: int) -> Int32:
+        """[shards * num_rows, ceil(V / 32)] legal tokens of every row; rows without a grammar
+        allow all. `num_rows` are one shard's."""
         from jaxengine.structured.matcher import fill_bitmasks
 
-        out = np.full((num_rows, -(-self._vocab_size // 32)), -1, np.int32)
-        matchers = [
-            request.grammar if samples else None
-            for request, samples in zip(plan.requests, plan.samples.tolist(), strict=True)
-        ]
-        fill_bitmasks(matchers, out)  # type: ignore[arg-type]
+        out = np.full((len(plans) * num_rows, -(-self._vocab_size // 32)), -1, np.int32)
+        for shard, plan in enumerate(plans):
+            if plan is not None and plan.has_grammar:
+                matchers = [
+                    request.grammar if samples else None
+                    for request, samples in zip(plan.requests, plan.samples.tolist(), strict=True)
+                ]
+                part = out[shard * num_rows : (shard + 1) * num_rows]
+                fill_bitmasks(matchers, part)  # type: ignore[arg-type]
         return out
 
     def shutdown(self) -> None:

@@ -20,6 +20,8 @@ from jaxengine.sched.batch import (
     Bucket,
     first_tokens,
     pack,
+    pack_empty,
+    pack_no_rows,
     pack_rows,
     pack_targets,
     prompt_targets,
@@ -69,20 +71,26 @@ class Packer:
             seed = int(self._seeds.integers(0, 2**64, dtype=np.uint64))
         return Prepared(wire, _record(wire, seed, edits, words), edits, words)
 
-    def pack(
-        self,
-        plan: StepPlan,
-        block_tables: Sequence[Int32],
-        choose: Callable[[int, int, bool], tuple[Bucket, int]],
-    ) -> Batch:
-        """Pack for the shapes that `choose(tokens, rows, decode_only)` names."""
+    def seeds(self, plan: StepPlan) -> list[Int32]:
+        """Take note of requests that got a slot; the slot records that the device must write."""
         seeds = []
         for request in plan.new_requests:
             prepared: Prepared = request.params
             self._records[request.slot] = prepared.record
             if prepared.needs_slot_record:
                 seeds.append(self._slot_record(request))
-        bucket, rows = choose(plan.num_tokens, plan.num_rows, plan.num_decode == plan.num_rows)
+        return seeds
+
+    def pack(
+        self,
+        plan: StepPlan,
+        block_tables: Sequence[Int32],
+        bucket: Bucket,
+        rows: int,
+        shard: int = 0,
+        seeds: list[Int32] | None = None,
+    ) -> Batch:
+        """One shard's batch for these shapes: forward bucket and sampler rows."""
         num_slots = self._slots.num_slots
         wants = self._records[plan.slots, COLUMN["num_logprobs"]] >= 0
         prompt_rows = self._prompt_rows(plan)
@@ -91,13 +99,19 @@ class Packer:
             blob=pack(plan, bucket, self._shape, block_tables, num_slots),
             sampler_rows=rows,
             rows_blob=pack_rows(plan, rows, self._records, num_slots),
-            num_rows=plan.num_rows,
-            seeds=seeds,
+            num_rows=(plan.num_rows,),
+            seeds=seeds or [],
             want_logprobs=bool(wants.any()),
             masked=plan.has_grammar,
-            prompt_rows=prompt_rows,
+            prompt_rows=[(shard, *where) for where in prompt_rows],
             prompt_targets=pack_targets(plan, bucket.tokens, prompt_rows) if prompt_rows else None,
         )
+
+    def empty(self, bucket: Bucket, rows: int) -> Batch:
+        """A shard without anything to run in a step that others run."""
+        num_slots = self._slots.num_slots
+        blob = pack_empty(bucket, self._shape, num_slots)
+        return Batch(bucket, blob, rows, pack_no_rows(rows, num_slots), (0,))
 
     def _prompt_rows(self, plan: StepPlan) -> list[tuple[int, int, int]]:
         wants = self._records[plan.slots, COLUMN["num_prompt_logprobs"]] >= 0
@@ -111,6 +125,10 @@ class Packer:
             if counts[row]
         ]
 
+    def no_slot_record(self) -> Int32:
+        """A record for a slot that does not exist: writes nothing."""
+        return pack_slot(self._slots, self._slots.num_slots, np.zeros(0, np.int32))
+
     def _slot_record(self, request: Request) -> Int32:
         prepared: Prepared = request.params
         return pack_slot(
@@ -121,6 +139,59 @@ class Packer:
             prepared.bad_words,
             prepared.wire.params.allowed_token_ids,
         )
+
+
+Choose = Callable[[int, int, bool, int], tuple[Bucket, int]]  # see Executor.choose
+
+
+def pack_step(
+    packers: Sequence[Packer],
+    plans: Sequence[StepPlan | None],
+    tables: Sequence[Sequence[Int32]],
+    choose: Choose,
+) -> Batch:
+    """The batch of a step, a plan or None from every shard (one at least); all in one shape."""
+    live = [plan for plan in plans if plan is not None]
+    seeds = [[] if plan is None else p.seeds(plan) for p, plan in zip(packers, plans, strict=True)]
+    bucket, rows = choose(
+        max(plan.num_tokens for plan in live),
+        max(plan.num_rows for plan in live),
+        all(plan.num_decode == plan.num_rows for plan in live),
+        min(0 if plan is None else plan.num_tokens for plan in plans),
+    )
+    parts = [
+        packer.empty(bucket, rows)
+        if plan is None
+        else packer.pack(plan, tables[i], bucket, rows, i, seeds[i])
+        for i, (packer, plan) in enumerate(zip(packers, plans, strict=True))
+    ]
+    return parts[0] if len(parts) == 1 else _join(packers[0], parts)
+
+
+def _join(packer: Packer, parts: list[Batch]) -> Batch:
+    prompt_rows = [where for part in parts for where in part.prompt_rows]
+    targets = None
+    if prompt_rows:
+        none = np.zeros(parts[0].bucket.tokens, np.int32)
+        targets = np.concatenate(
+            [none if p.prompt_targets is None else p.prompt_targets for p in parts]
+        )
+    # The device writes one record a shard at a time.
+    rounds = max(len(part.seeds) for part in parts)
+    nothing = [packer.no_slot_record()] * rounds
+    seeds = [(part.seeds + nothing)[:rounds] for part in parts]
+    return Batch(
+        bucket=parts[0].bucket,
+        blob=np.concatenate([part.blob for part in parts]),
+        sampler_rows=parts[0].sampler_rows,
+        rows_blob=np.concatenate([part.rows_blob for part in parts]),
+        num_rows=tuple(part.num_rows[0] for part in parts),
+        seeds=[np.concatenate(records) for records in zip(*seeds, strict=True)],
+        want_logprobs=any(part.want_logprobs for part in parts),
+        masked=any(part.masked for part in parts),
+        prompt_rows=prompt_rows,
+        prompt_targets=targets,
+    )
 
 
 def _record(

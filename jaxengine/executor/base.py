@@ -11,18 +11,22 @@ from jaxengine.sched.plan import Int32, StepResult
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed plan: everything a device needs for one step, as plain data."""
+    """A packed step: everything a device needs, as plain data.
+
+    With attention data parallelism every array joins those of the shards, in order; lists of
+    rows name the shard first.
+    """
 
     bucket: Bucket
     blob: Int32  # for the forward program; layouts in `jaxengine.sched.batch`
-    sampler_rows: int  # size of the sample program
+    sampler_rows: int  # size of the sample program, of one shard
     rows_blob: Int32  # for the sample program
-    num_rows: int
+    num_rows: tuple[int, ...]  # by shard
     seeds: list[Int32] = field(default_factory=list)  # slot records to write before the step
     want_logprobs: bool = False
     masked: bool = False  # sampling waits for `Executor.sample` with the grammars' masks
-    # (row, first token, count) of rows that get prompt log-probabilities, and what to score
-    prompt_rows: list[tuple[int, int, int]] = field(default_factory=list)
+    # (shard, row, first token, count) of rows that get prompt log-probabilities, and what to score
+    prompt_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
     prompt_targets: Int32 | None = None
 
 
@@ -33,17 +37,23 @@ class Executor(Protocol):
     state is gone: `reset` rebuilds it (weights and programs stay).
     """
 
-    def choose(self, num_tokens: int, num_rows: int, decode_only: bool) -> tuple[Bucket, int]:
-        """The compiled shapes to pack such a plan for: forward bucket and sampler rows."""
+    def choose(
+        self, num_tokens: int, num_rows: int, decode_only: bool, fewest_tokens: int
+    ) -> tuple[Bucket, int]:
+        """The compiled shapes to pack such a step for: forward bucket and sampler rows. Of several
+        shards, the largest counts; `fewest_tokens` are those of the smallest."""
         ...
 
     def submit(self, batch: Batch) -> Any: ...
     def sample(self, handle: Any, mask: Int32) -> None:
-        """Sample a `masked` batch; `mask` [sampler rows, ceil(V / 32)] has the legal tokens.
-        Comes before the next submit."""
+        """Sample a `masked` batch; `mask` [shards * sampler rows, ceil(V / 32)] has the legal
+        tokens. Comes before the next submit."""
         ...
 
-    def result(self, handle: Any) -> StepResult: ...
+    def result(self, handle: Any) -> list[StepResult]:
+        """One for each shard."""
+        ...
+
     def reset(self) -> None: ...
     def sleep(self, level: int) -> None:
         """Give device memory back: 1 keeps the weights in host memory, 2 drops them."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jaxengine.executor.base import Batch
-from jaxengine.runner.buckets import choose
+from jaxengine.runner.buckets import Overlap, choose
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
@@ -15,29 +16,58 @@ from jaxengine.sched.plan import Int32, StepResult
 class InlineExecutor:
     """A `ModelRunner` behind the Executor protocol."""
 
-    def __init__(self, runner: ModelRunner, row_sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self, runner: ModelRunner, row_sizes: tuple[int, ...], overlap: Overlap | None = None
+    ) -> None:
         self._runner = runner
         self._row_sizes = row_sizes
+        self._overlap = overlap
+        # Steps run as two microbatches, and why others were not.
+        self._overlapped = dict.fromkeys(("steps", "below_threshold", "not_compiled"), 0)
 
-    def choose(self, num_tokens: int, num_rows: int, decode_only: bool) -> tuple[Bucket, int]:
+    def choose(
+        self, num_tokens: int, num_rows: int, decode_only: bool, fewest_tokens: int
+    ) -> tuple[Bucket, int]:
         """A larger shape that is compiled beats waiting; the right one compiles meanwhile."""
         buckets = self._runner.buckets
         best = choose(buckets, num_tokens, num_rows, decode_only)
         if best is None:
             raise ValueError(f"no bucket holds {num_tokens} tokens in {num_rows} rows")
+        if self._overlap is not None:
+            halves = self._in_halves(best, fewest_tokens)
+            if halves is not None:
+                return halves, self._sampler_rows(halves, num_rows)
         if not self._ready("forward", best):
             compiled = [b for b in buckets if self._ready("forward", b)]
             larger = choose(compiled, num_tokens, num_rows, decode_only)
             if larger is not None:
                 self._runner.programs.start([Key("forward", best)])
                 best = larger
+        return best, self._sampler_rows(best, num_rows)
+
+    def _in_halves(self, bucket: Bucket, fewest_tokens: int) -> Bucket | None:
+        """The program of two microbatches, when every shard has tokens enough for it."""
+        assert self._overlap is not None
+        halves = replace(bucket, dbo=True)
+        if not self._overlap.wants(fewest_tokens, bucket.decode_only):
+            why = "below_threshold"
+        elif not self._ready("forward", halves) and self._ready("forward", bucket):
+            self._runner.programs.start([Key("forward", halves)])
+            why = "not_compiled"
+        else:
+            self._overlapped["steps"] += 1
+            return halves
+        self._overlapped[why] += 1
+        return None
+
+    def _sampler_rows(self, best: Bucket, num_rows: int) -> int:
         if best.decode_only:
-            return best, best.rows
+            return best.rows
         sizes = [n for n in self._row_sizes if n >= num_rows]
         ready = [n for n in sizes if self._ready("sample", n)]
         if ready and ready[0] != sizes[0]:
             self._runner.programs.start([Key("sample", sizes[0])])
-        return best, (ready or sizes)[0]
+        return (ready or sizes)[0]
 
     def submit(self, batch: Batch) -> Any:
         return self._runner.submit(batch)
@@ -45,7 +75,7 @@ class InlineExecutor:
     def sample(self, handle: Any, mask: Int32) -> None:
         self._runner.sample(handle, mask)
 
-    def result(self, handle: Any) -> StepResult:
+    def result(self, handle: Any) -> list[StepResult]:
         return self._runner.result(handle)
 
     def reset(self) -> None:
@@ -63,6 +93,12 @@ class InlineExecutor:
             "num_compilations": programs.num_compiled,
             "compilations_after_warmup": programs.compiled_after_warmup,
             "warm": float(programs.warm),
+        } | ({} if self._overlap is None else self._dbo_stats())
+
+    def _dbo_stats(self) -> dict[str, float]:
+        return {
+            ("dbo_steps" if name == "steps" else f"dbo_off_{name}"): float(count)
+            for name, count in self._overlapped.items()
         }
 
     def wait_warm(self) -> None:

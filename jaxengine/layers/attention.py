@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -34,6 +35,7 @@ class AttentionPlan(NamedTuple):
     items: Int[Array, "I four"] | None
     num_items: Int[Array, ""]
     work: tuple[Any, ...] = ()  # by group
+    decode_row: Int[Array, ""] | None = None  # row of the first decode token; None = 0
 
 
 def kernel_work(
@@ -129,16 +131,25 @@ def _token_major(
     rows_per_turn: int,
     how: dict[str, Any],
 ) -> Float[Array, "T H C"]:
-    rows = plan.seq_len.shape[0]
-    if plan.items is None:
-        return decode_attention(
-            q, keys, values, table, plan.seq_len, plan.num_decode,
-            rows_per_turn=rows_per_turn, **how,
-        )  # fmt: skip
-    out = prefill_attention(q, keys, values, table, plan.items, plan.num_items, **how)
+    rows = min(plan.seq_len.shape[0], q.shape[0])
+    lengths, decode_table = plan.seq_len, table
+    if plan.decode_row is not None:  # a second half: its decode rows are not the first ones
+        lengths = _rows_from(lengths, plan.decode_row, rows)
+        decode_table = _rows_from(table, plan.decode_row, rows)
+    elif rows < lengths.shape[0]:
+        lengths, decode_table = lengths[:rows], table[:rows]
     decoded = decode_attention(
-        q[:rows], keys, values, table, plan.seq_len, plan.num_decode,
+        q[:rows], keys, values, decode_table, lengths, plan.num_decode,
         rows_per_turn=rows_per_turn, **how,
     )  # fmt: skip
+    if plan.items is None:
+        return decoded
+    out = prefill_attention(q, keys, values, table, plan.items, plan.num_items, **how)
     is_decode = (jnp.arange(rows) < plan.num_decode)[:, None, None]
     return out.at[:rows].set(jnp.where(is_decode, decoded, out[:rows]))
+
+
+def _rows_from(x: Array, start: Array, count: int) -> Array:
+    """x[start : start + count], padded behind its end."""
+    padded = jnp.pad(x, [(0, count)] + [(0, 0)] * (x.ndim - 1))
+    return jax.lax.dynamic_slice_in_dim(padded, start, count)

@@ -15,7 +15,8 @@ from jaxengine.models.spec import RopeSpec
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[NDArray[np.float32], float]:
     """Frequencies [C/2] in radians a position, and the factor on cos and sin.
 
-    linear: Chen et al. 2023; llama3: the Llama 3.1 release; yarn: Peng et al. 2023.
+    linear: Chen et al. 2023; llama3: the Llama 3.1 release; yarn: Peng et al. 2023; longrope:
+    Ding et al. 2024.
     Raises ValueError for an unknown kind.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
@@ -28,7 +29,11 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[NDArray[np.float
         return _llama3(rope, base).astype(np.float32), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, base, head_dim)
-    raise ValueError(f"rope kind {rope.kind!r} is not one of default, linear, llama3, yarn")
+    if rope.kind == "longrope":
+        return _longrope(rope, base)
+    raise ValueError(
+        f"rope kind {rope.kind!r} is not one of default, linear, llama3, yarn, longrope"
+    )
 
 
 def _llama3(rope: RopeSpec, base: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -71,6 +76,16 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
     return magnitude(1.0)
 
 
+def _longrope(rope: RopeSpec, base: NDArray[np.float64]) -> tuple[NDArray[np.float32], float]:
+    original = rope.original_max_position
+    factors = rope.long_factor if rope.context > original else rope.short_factor
+    scale = rope.attention_factor
+    if scale is None:
+        stretched = rope.factor > 1
+        scale = math.sqrt(1 + math.log(rope.factor) / math.log(original)) if stretched else 1.0
+    return (base / np.asarray(factors)).astype(np.float32), scale
+
+
 def rope_tables(
     rope: RopeSpec, head_dim: int, positions: Int[Array, "T"]
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
@@ -83,7 +98,11 @@ def rope_tables(
 def apply_rope(
     x: Float[Array, "T heads C"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
 ) -> Float[Array, "T heads C"]:
-    """Rotate the two halves of every head."""
+    """Rotate the two halves of every head, or of its first 2 * half numbers."""
+    rotated = 2 * cos.shape[-1]
+    if rotated < x.shape[-1]:
+        head = apply_rope(x[..., :rotated], cos, sin)
+        return jnp.concatenate([head, x[..., rotated:]], axis=-1)
     first, second = jnp.split(x, 2, axis=-1)
     c, s = cos[:, None, :], sin[:, None, :]
     return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(

@@ -3,31 +3,65 @@
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxengine.layers.attention import AttentionPlan, LayerCache, kernel_work, write_and_attend
+from jaxengine.layers.halves import cut_of, join, split, split_plan
 from jaxengine.layers.linear import linear
+from jaxengine.layers.mla import latent_attention, latent_work
+from jaxengine.layers.mlp import mlp
+from jaxengine.layers.moe import moe
+from jaxengine.layers.moe_steps import Half, expert_layer
 from jaxengine.layers.norm import rms_norm
+from jaxengine.layers.parallel import gather_columns, lookup, row_parallel
 from jaxengine.layers.rope import apply_rope, rope_tables
 from jaxengine.models.layout import StepLayout
-from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.models.params import param_shapes as param_shapes
+from jaxengine.models.spec import DecoderSpec, Params, RopeSpec, local_spec
+from jaxengine.parallel.overlap import DenseLayer, ExpertLayer, interleave
 
 KV = tuple[LayerCache, ...]  # by layer
+Tables = tuple[Array, Array]  # cos and sin of every position
 
 
-def embed(spec: DecoderSpec, params: Params, token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
+class LayerKind(NamedTuple):
+    """What is static about a layer, beside its model: layers of a kind are traced once."""
+
+    window: int
+    group: int  # KV group
+    experts: bool
+
+
+def embed(
+    spec: DecoderSpec, params: Params, token_ids: Int[Array, "T"], layout: StepLayout
+) -> Float[Array, "T D"]:
     """Embedding rows as float32 activations."""
-    return params["embed"][token_ids].astype(jnp.float32)
+    x = lookup(params["embed"], token_ids, layout)
+    if spec.embed_scale != 1.0:
+        # Rounded to the weights' type, as in training.
+        x = x * jnp.asarray(spec.embed_scale, params["embed"].dtype).astype(jnp.float32)
+    return x
 
 
-def head(spec: DecoderSpec, params: Params, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+def head(
+    spec: DecoderSpec,
+    params: Params,
+    hidden: Float[Array, "R D"],
+    layout: StepLayout | None = None,
+) -> Float[Array, "R V"]:
     """Float32 logits of final hidden states."""
-    return linear(hidden, params.get("head", params["embed"]))
+    logits = linear(hidden, params.get("head", params["embed"]))
+    if layout is not None and layout.tensor_axis:
+        logits = gather_columns(logits, layout)[:, : spec.vocab_size]
+    if spec.logit_scale != 1.0:
+        logits = logits * spec.logit_scale
+    if spec.logit_soft_cap:
+        logits = jnp.tanh(logits / spec.logit_soft_cap) * spec.logit_soft_cap
+    return logits
 
 
 def decode(
@@ -38,81 +72,193 @@ def decode(
     plan: AttentionPlan,
     layout: StepLayout,
 ) -> tuple[Float[Array, "T D"], KV]:
-    """Run all layers over the step's tokens; returns final-normed hidden states and the cache."""
-    plan = kernel_work(plan, layout, spec.groups, heads=spec.num_heads, cache=kv[0])
-    x = embed(spec, params, token_ids)
-    cos, sin = rope_tables(spec.rope, spec.head_dim, plan.positions)
-    windows = spec.windows or (0,) * spec.num_layers
+    """Run all layers over the step's tokens; returns final-normed hidden states and the cache.
+
+    Inside a shard_map, `params` and `kv` are this device's and `spec` the whole model's.
+    """
+    data = layout.data_size if layout.data_axis else 1
+    local = spec
+    if layout.tensor_axis or layout.expert_parallel:
+        local = local_spec(
+            spec,
+            layout.tensor_size,
+            expert_parallel=layout.expert_parallel,
+            devices=layout.tensor_size * data,
+        )
+    x = embed(local, params, token_ids, layout)
+    if layout.dbo:
+        x, kv = _in_halves(local, layout, params, kv, x, plan)
+        return _norm(local, x, params["final_norm"]), kv
+    plan = _with_work(local, layout, plan, kv)
+    tables = _rope_tables(local, plan.positions)
+    valid = jnp.arange(token_ids.shape[0]) < plan.num_tokens if local.moe is not None else None
     written = []
-    for layer, cache, window in zip(params["layers"], kv, windows, strict=True):
-        group = spec.groups.index(window)
-        x, cache = _layer(spec, layout, window, group, x, layer, cache, plan, cos, sin)
+    for i, (layer, cache) in enumerate(zip(params["layers"], kv, strict=True)):
+        kind, of_layer = _kind(local, i), _tables_of(local, i, tables)
+        x, cache = _layer(local, layout, kind, x, layer, cache, plan, of_layer, valid)
         written.append(cache)
-    return rms_norm(x, params["final_norm"], spec.norm_eps), tuple(written)
+    return _norm(local, x, params["final_norm"]), tuple(written)
+
+
+def _in_halves(
+    spec: DecoderSpec,
+    layout: StepLayout,
+    params: Params,
+    kv: KV,
+    x: Float[Array, "T D"],
+    plan: AttentionPlan,
+) -> tuple[Float[Array, "T D"], KV]:
+    """The layers over two microbatches out of phase (dual-batch overlap)."""
+    cut = cut_of(plan.num_tokens)
+    shape = kv[0][0].shape
+    num_slots = shape[0] * (shape[3] if len(shape) == 5 else shape[1])
+    plans = [_with_work(spec, layout, part, kv) for part in split_plan(plan, num_slots)]
+    tables = [_rope_tables(spec, part.positions) for part in plans]
+    halves = [
+        Half(part, jnp.arange(part.shape[0]) < of.num_tokens)
+        for part, of in zip(split(x, cut), plans, strict=True)
+    ]
+    layers: list[ExpertLayer | DenseLayer] = []
+    for i, p in enumerate(params["layers"]):
+        kind = _kind(spec, i)
+
+        def attend(
+            half: int, tokens: Half, cache: LayerCache, i: int = i, p: Any = p, kind: Any = kind
+        ) -> tuple[Half, LayerCache]:
+            of_layer = _tables_of(spec, i, tables[half])
+            x, cache = _attend(spec, layout, kind, tokens.x, p, cache, plans[half], of_layer)
+            return tokens._replace(x=x), cache
+
+        def dense(
+            half: int, tokens: Half, cache: LayerCache, p: Any = p, attend: Any = attend
+        ) -> tuple[Half, LayerCache]:
+            tokens, cache = attend(half, tokens, cache)
+            y = mlp(p, _before_mlp(spec, tokens.x, p), spec.activation, layout)
+            return tokens._replace(x=_add(spec, tokens.x, y, p, "mlp_post_norm")), cache
+
+        def norm(x: Array, p: Any = p) -> Array:
+            return _before_mlp(spec, x, p)
+
+        def add(x: Array, y: Array, p: Any = p) -> Array:
+            return _add(spec, x, y, p, "mlp_post_norm")
+
+        if kind.experts:
+            layers.append(expert_layer(spec, layout, p, attend, norm, add))
+        else:
+            layers.append(DenseLayer(dense))
+    done, written = interleave(layers, (halves[0], halves[1]), kv)
+    return join(done[0].x, done[1].x, cut, x.shape[0]), tuple(written)
+
+
+def _with_work(spec: DecoderSpec, layout: StepLayout, plan: AttentionPlan, kv: KV) -> AttentionPlan:
+    """The plan with the kernels' work lists."""
+    if spec.mla is not None:
+        return latent_work(plan, layout, spec)
+    return kernel_work(plan, layout, spec.groups, heads=spec.num_heads, cache=kv[0])
+
+
+def _kind(spec: DecoderSpec, layer: int) -> LayerKind:
+    window = spec.windows[layer] if spec.windows else 0
+    return LayerKind(window, spec.groups.index(window), spec.is_moe(layer))
+
+
+def _tables_of(spec: DecoderSpec, layer: int, tables: dict[RopeSpec, Tables]) -> Tables | None:
+    rope = spec.layer_rope(layer)
+    return None if rope is None else tables[rope]
+
+
+def _rope_tables(spec: DecoderSpec, positions: Int[Array, "T"]) -> dict[RopeSpec, Tables]:
+    width = spec.mla.rope_dim if spec.mla is not None else spec.rotary_dim or spec.head_dim
+    ropes = dict.fromkeys(spec.layer_rope(i) for i in range(spec.num_layers))
+    return {rope: rope_tables(rope, width, positions) for rope in ropes if rope is not None}
+
+
+def _norm(spec: DecoderSpec, x: Array, weight: Array) -> Array:
+    return rms_norm(x, weight, spec.norm_eps, plus_one=spec.norm_plus_one)
 
 
 # Jitted so that equal layers are traced and lowered once.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _layer(
     spec: DecoderSpec,
     layout: StepLayout,
-    window: int,
-    group: int,
-    x: Array,
+    kind: LayerKind,
+    x: Float[Array, "T D"],
     p: dict[str, Any],
     cache: LayerCache,
     plan: AttentionPlan,
-    cos: Array,
-    sin: Array,
-) -> tuple[Array, LayerCache]:
+    tables: Tables | None,
+    valid: Bool[Array, "T"] | None,
+) -> tuple[Float[Array, "T D"], LayerCache]:
+    x, cache = _attend(spec, layout, kind, x, p, cache, plan, tables)
+    normed = _before_mlp(spec, x, p)
+    if kind.experts:
+        assert valid is not None
+        y = moe(spec, p, normed, valid, layout)
+    else:
+        y = mlp(p, normed, spec.activation, layout)
+    return _add(spec, x, y, p, "mlp_post_norm"), cache
+
+
+def _attend(
+    spec: DecoderSpec,
+    layout: StepLayout,
+    kind: LayerKind,
+    x: Float[Array, "T D"],
+    p: dict[str, Any],
+    cache: LayerCache,
+    plan: AttentionPlan,
+    tables: Tables | None,
+) -> tuple[Float[Array, "T D"], LayerCache]:
+    """The attention block with its residual."""
+    normed = _norm(spec, x, p["attn_norm"]) if spec.pre_norm else x
+    if spec.mla is not None:
+        assert tables is not None
+        attended, cache = latent_attention(spec, p, normed, cache, plan, layout, tables)
+    else:
+        attended, cache = _attention(spec, layout, kind, normed, p, cache, plan, tables)
+    y = row_parallel(attended, p["o"], layout, p.get("o_bias"))
+    return _add(spec, x, y, p, "attn_post_norm"), cache
+
+
+def _before_mlp(spec: DecoderSpec, x: Array, p: dict[str, Any]) -> Array:
+    return _norm(spec, x, p["mlp_norm"]) if spec.pre_norm else x
+
+
+def _add(spec: DecoderSpec, x: Array, y: Array, p: dict[str, Any], post_norm: str) -> Array:
+    """The residual sum."""
+    if spec.post_norm:
+        y = _norm(spec, y, p[post_norm])
+    return x + (y if spec.residual_scale == 1.0 else y * spec.residual_scale)
+
+
+def _attention(
+    spec: DecoderSpec,
+    layout: StepLayout,
+    kind: LayerKind,
+    x: Float[Array, "T D"],
+    p: dict[str, Any],
+    cache: LayerCache,
+    plan: AttentionPlan,
+    tables: Tables | None,
+) -> tuple[Float[Array, "T HC"], LayerCache]:
+    """Heads' outputs side by side, before `o`."""
     tokens = x.shape[0]
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    normed = rms_norm(x, p["attn_norm"], spec.norm_eps)
-    qkv = linear(normed, p["qkv"], p.get("qkv_bias"))
+    qkv = linear(x, p["qkv"], p.get("qkv_bias"))
     q, k, v = jnp.split(qkv, [heads * dim, (heads + kv_heads) * dim], axis=-1)
+    if spec.qk_norm_wide:
+        q = rms_norm(q, p["q_norm"], spec.norm_eps, axis=layout.tensor_axis)
+        k = rms_norm(k, p["k_norm"], spec.norm_eps, axis=layout.tensor_axis)
     q = q.reshape(tokens, heads, dim)
     k = k.reshape(tokens, kv_heads, dim)
     if spec.qk_norm:
-        q = rms_norm(q, p["q_norm"], spec.norm_eps)
-        k = rms_norm(k, p["k_norm"], spec.norm_eps)
+        q, k = _norm(spec, q, p["q_norm"]), _norm(spec, k, p["k_norm"])
+    if tables is not None:
+        q, k = apply_rope(q, *tables), apply_rope(k, *tables)
     attended, cache = write_and_attend(
-        apply_rope(q, cos, sin), apply_rope(k, cos, sin), v.reshape(tokens, kv_heads, dim),
-        cache, plan, layout, group=group, window=window, scale=1.0 / math.sqrt(dim),
+        q, k, v.reshape(tokens, kv_heads, dim), cache, plan, layout,
+        group=kind.group, window=kind.window, scale=spec.attention_scale,
+        soft_cap=spec.soft_cap, sinks=p.get("sinks"),
     )  # fmt: skip
-    x = x + linear(attended.reshape(tokens, heads * dim), p["o"], p.get("o_bias"))
-    normed = rms_norm(x, p["mlp_norm"], spec.norm_eps)
-    gate, up = jnp.split(linear(normed, p["gate_up"], p.get("gate_up_bias")), 2, axis=-1)
-    x = x + linear(jax.nn.silu(gate) * up, p["down"], p.get("down_bias"))
-    return x, cache
-
-
-def param_shapes(spec: DecoderSpec, dtype: Any) -> Params:
-    """The parameter tree's shapes, as jax.ShapeDtypeStruct: programs compile while weights load."""
-    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    width, ffn, vocab = spec.hidden_size, spec.ffn_size, spec.vocab_size
-    qkv = (heads + 2 * kv_heads) * dim
-    layer = {
-        "attn_norm": (width,),
-        "qkv": (qkv, width),
-        "o": (width, heads * dim),
-        "mlp_norm": (width,),
-        "gate_up": (2 * ffn, width),
-        "down": (width, ffn),
-    }
-    if spec.qkv_bias:
-        layer["qkv_bias"] = (qkv,)
-    if spec.o_bias:
-        layer["o_bias"] = (width,)
-    if spec.mlp_bias:
-        layer |= {"gate_up_bias": (2 * ffn,), "down_bias": (width,)}
-    if spec.qk_norm:
-        layer |= {"q_norm": (dim,), "k_norm": (dim,)}
-    tree: dict[str, Any] = {"embed": (vocab, width), "final_norm": (width,)}
-    if not spec.tie_embeddings:
-        tree["head"] = (vocab, width)
-    tree["layers"] = [dict(layer) for _ in range(spec.num_layers)]
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
-        tree,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
+    return attended.reshape(tokens, heads * dim), cache

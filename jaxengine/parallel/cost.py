@@ -232,9 +232,7 @@ def gain_table(
     shape: MoeShape = QWEN3_30B_A3B,
     counts: tuple[int, ...] = (2, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
 ) -> list[Gain]:
-    return [
-        overlap_gain(n, devices, decode=decode, context=context, shape=shape) for n in counts
-    ]
+    return [overlap_gain(n, devices, decode=decode, context=context, shape=shape) for n in counts]
 
 
 def threshold(

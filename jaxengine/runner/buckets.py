@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from jaxengine.sched.batch import Bucket
 
 SMALLEST_MIXED = 64  # tokens
@@ -17,6 +19,24 @@ def all_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
     largest = max(max_num_batched_tokens, max_num_seqs)
     mixed = [Bucket(n, max_num_seqs, False) for n in _ladder(smallest, largest)]
     return decode + mixed
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """When a step is run as two microbatches: fewest tokens, by kind of step."""
+
+    decode_tokens: int
+    prefill_tokens: int
+
+    def wants(self, num_tokens: int, decode_only: bool) -> bool:
+        return num_tokens >= max(2, self.decode_tokens if decode_only else self.prefill_tokens)
+
+
+def in_halves(buckets: list[Bucket], overlap: Overlap | None) -> list[Bucket]:
+    """The second programs of the buckets that are large enough for two microbatches."""
+    if overlap is None:
+        return []
+    return [replace(b, dbo=True) for b in buckets if overlap.wants(b.tokens, b.decode_only)]
 
 
 def row_buckets(max_num_seqs: int) -> tuple[int, ...]:

@@ -39,13 +39,3 @@ def choose_attention(
         return plain, CPU_BLOCK if block_size is None else block_size
     log.info("attention runs in the Hopper kernels, blocks of %d tokens", page)
     return StepLayout(cache="head_major", attention_backend="mosaic"), page
-
-
-def cache_shape(
-    spec: DecoderSpec, layout: StepLayout, blocks: int, page: int
-) -> tuple[tuple[int, ...], ...]:
-    """Shapes of one layer's cache arrays."""
-    heads, dim = spec.num_kv_heads, spec.head_dim
-    if layout.cache == "head_major":
-        return ((blocks, 2, heads, page, dim),)
-    return ((blocks, page, heads * dim), (blocks, page, heads * dim))

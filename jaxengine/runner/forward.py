@@ -8,7 +8,7 @@ because a grammar's mask can be worked out while the forward runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def forward(
         items=part.get("items"),
         num_items=header["num_items"],
     )
-    hidden, kv = decode(config.spec, params, kv, ids, plan, config.layout)
+    hidden, kv = decode(config.spec, params, kv, ids, plan, replace(config.layout, dbo=bucket.dbo))
     picked = hidden[part["logits_index"]]
     sizes = (rows,) if bucket.decode_only else config.row_buckets
     out = {size: picked[:size] for size in sizes}

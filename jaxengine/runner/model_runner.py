@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from jaxengine.executor.base import Batch
 from jaxengine.models.spec import Params
+from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.programs import Key, Programs, head_params
 from jaxengine.runner.sampling_step import FIXED
 from jaxengine.runner.state import DeviceState, new_state
@@ -40,8 +41,10 @@ class ModelRunner:
         programs: Programs,
         buckets: list[Bucket],
         reload: Callable[[], Params],
+        devices: Devices | None = None,
     ) -> None:
-        """`reload` loads the parameters again, after a deep sleep."""
+        """`reload` loads the parameters again, after a deep sleep. `state_shapes` have their
+        shardings."""
         self.params = params
         self.programs = programs
         self.buckets = buckets
@@ -49,6 +52,8 @@ class ModelRunner:
         self._shapes = state_shapes
         self._state: DeviceState | None = new_state(state_shapes)
         self._reload = reload
+        self._devices = devices or Devices()
+        self._shardings: Any = None  # of the parameters, while they sleep in host memory
         self._all_legal: dict[int, Array] = {}  # masks by sampler rows, for steps without grammars
 
     def submit(self, batch: Batch) -> Handle:
@@ -86,29 +91,27 @@ class ModelRunner:
     def _no_mask(self, rows: int) -> Array:
         if rows not in self._all_legal:
             words = self._shapes.slots.allow_mask.shape[1]
-            self._all_legal[rows] = jax.device_put(np.full((rows, words), -1, np.int32))
+            shape = (self._devices.num_shards * rows, words)
+            mask = np.full(shape, -1, np.int32)
+            self._all_legal[rows] = self._devices.put(mask, self._devices.data)
         return self._all_legal[rows]
 
-    def result(self, handle: Handle) -> StepResult:
-        """Wait for a step and bring its rows to NumPy."""
+    def result(self, handle: Handle) -> list[StepResult]:
+        """Wait for a step and bring its rows to NumPy, shard by shard."""
         batch = handle.batch
         assert handle.rows is not None, "the batch was not sampled"
-        rows = np.asarray(handle.rows)[: batch.num_rows]
-        tokens = rows[:, :1]
-        result = StepResult(
-            token_ids=tokens,
-            num_sampled=(tokens[:, 0] >= 0).astype(np.int32),
-            bad_rows=rows[:, 1] > 0,
-        )
-        if batch.want_logprobs:
-            result.ranks = rows[:, FIXED - 1]
-            result.logprob_ids, result.logprobs = _split(rows[:, FIXED:])
+        rows, size = np.asarray(handle.rows), batch.sampler_rows
+        results = [
+            _result(rows[i * size : i * size + count], batch.want_logprobs)
+            for i, count in enumerate(batch.num_rows)
+        ]
         if handle.prompt is not None:
             prompt = np.asarray(handle.prompt)
-            for row, first, number in batch.prompt_rows:
-                part = prompt[first : first + number]
-                result.prompt_logprobs[row] = (*_split(part[:, 1:]), part[:, 0])
-        return result
+            for shard, row, first, number in batch.prompt_rows:
+                begin = shard * batch.bucket.tokens + first
+                part = prompt[begin : begin + number]
+                results[shard].prompt_logprobs[row] = (*_split(part[:, 1:]), part[:, 0])
+        return results
 
     def reset(self) -> None:
         """Fresh device state; parameters and programs stay."""
@@ -118,6 +121,7 @@ class ModelRunner:
         """1: weights move to host memory; 2: they are dropped. The KV pool is dropped."""
         self._state = None
         if level == 1:
+            self._shardings = jax.tree.map(lambda a: a.sharding, self.params)
             self.params = jax.tree.map(np.asarray, self.params)
         else:
             self.params = {}
@@ -125,10 +129,25 @@ class ModelRunner:
 
     def wake_up(self) -> None:
         """Parameters and an empty pool are back on the device."""
-        params = self.params or self._reload()
-        self.params = jax.tree.map(jax.device_put, params)
+        if self.params:
+            self.params = jax.tree.map(jax.device_put, self.params, self._shardings)
+        else:
+            self.params = self._reload()
         self._head = head_params(self.params)
         self.reset()
+
+
+def _result(rows: np.ndarray[Any, Any], want_logprobs: bool) -> StepResult:
+    tokens = rows[:, :1]
+    result = StepResult(
+        token_ids=tokens,
+        num_sampled=(tokens[:, 0] >= 0).astype(np.int32),
+        bad_rows=rows[:, 1] > 0,
+    )
+    if want_logprobs:
+        result.ranks = rows[:, FIXED - 1]
+        result.logprob_ids, result.logprobs = _split(rows[:, FIXED:])
+    return result
 
 
 def _split(part: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -16,10 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxengine.models.decoder import KV
 from jaxengine.models.spec import Params
+from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.forward import ForwardOutput, StepConfig, forward
 from jaxengine.runner.sampling_step import sample_rows, score_prompt
 from jaxengine.runner.state import DeviceState, SlotState, seed_slot
@@ -37,6 +39,13 @@ class Key(NamedTuple):
     size: Bucket | int = 0
 
 
+class Specs(NamedTuple):
+    """How parameters and caches are divided over the mesh: trees of PartitionSpec."""
+
+    params: Any
+    kv: Any
+
+
 class Programs:
     """Programs by key. Thread-safe.
 
@@ -51,11 +60,15 @@ class Programs:
         state: DeviceState,
         slot_shape: SlotShape,
         threads: int = 2,
+        devices: Devices | None = None,
+        specs: Specs | None = None,
     ) -> None:
         self._config = config
         self._params = params
         self._state = state
         self._slot_shape = slot_shape
+        self._devices = devices or Devices()
+        self._specs = specs or Specs(P(), P())
         self._urgent = ThreadPoolExecutor(threads, "compile")
         # Half the threads: tracing holds the interpreter, which requests need too.
         self._pool = ThreadPoolExecutor(
@@ -139,7 +152,8 @@ class Programs:
         return compiled
 
     def _lowered(self, key: Key) -> Any:
-        config, params, slots = self._config, self._params, self._state.slots
+        config, slots, devices = self._config, self._state.slots, self._devices
+        data, shards = devices.data, devices.num_shards
         width = config.spec.hidden_size
         if isinstance(key.size, Bucket):
             bucket = key.size
@@ -149,34 +163,49 @@ class Programs:
             ) -> tuple[KV, ForwardOutput]:
                 return forward(config, bucket, params, kv, last_token, blob)
 
-            blob = _ints(layout_of(bucket, config.shape).size)
-            jitted = jax.jit(run_forward, donate_argnums=1)
-            return jitted.lower(params, self._state.kv, slots.last_token, blob)
+            blob = _ints(shards * layout_of(bucket, config.shape).size)
+            kv_specs = self._specs.kv
+            return devices.lower(
+                run_forward,
+                (self._params, self._state.kv, slots.last_token, blob),
+                (self._specs.params, kv_specs, data, data),
+                (kv_specs, data),
+                donate=(1,),
+            )
         if key.kind == "seed":
             shape = self._slot_shape
 
             def run_seed(slots: SlotState, blob: Array) -> SlotState:
                 return seed_slot(shape, slots, blob)
 
-            return jax.jit(run_seed, donate_argnums=0).lower(slots, _ints(shape.blob_size))
+            args = (slots, _ints(shards * shape.blob_size))
+            return devices.lower(run_seed, args, (data, data), data, donate=(0,))
         size = key.size
-        head = head_params(params)
-        hidden = jax.ShapeDtypeStruct((size, width), jnp.float32)
+        head, head_specs = head_params(self._params), head_params(self._specs.params)
+        hidden = jax.ShapeDtypeStruct((shards * size, width), jnp.float32)
         if key.kind == "score":
 
             def run_score(params: Params, hidden: Array, targets: Array) -> Array:
                 return score_prompt(config, params, hidden, targets)
 
-            return jax.jit(run_score).lower(head, hidden, _ints(size))
+            targets = _ints(shards * size)
+            specs = (head_specs, data, data)
+            return devices.lower(run_score, (head, hidden, targets), specs, data)
 
         def run_sample(
             params: Params, slots: SlotState, hidden: Array, blob: Array, mask: Array
         ) -> tuple[SlotState, Array]:
             return sample_rows(config, size, params, slots, hidden, blob, mask)
 
-        mask = _ints(size, -(-config.spec.vocab_size // 32))
-        jitted_sample = jax.jit(run_sample, donate_argnums=1)
-        return jitted_sample.lower(head, slots, hidden, _ints(rows_layout(size).size), mask)
+        mask = _ints(shards * size, -(-config.spec.vocab_size // 32))
+        rows = _ints(shards * rows_layout(size).size)
+        return devices.lower(
+            run_sample,
+            (head, slots, hidden, rows, mask),
+            (head_specs, data, data, data, data),
+            (data, data),
+            donate=(1,),
+        )
 
 
 def _yield_to_others() -> None:
@@ -191,8 +220,10 @@ def _describe(key: Key) -> str:
     return f"{key.kind} {key.size}" if key.size else key.kind
 
 
-def head_params(params: Params) -> Params:
-    """The leaves that the output head reads."""
+def head_params(params: Any) -> Any:
+    """The leaves that the output head reads; a spec for all leaves stays as it is."""
+    if not isinstance(params, dict):
+        return params
     return {name: params[name] for name in ("head", "embed") if name in params}
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxengine.models.cache import cache_shapes
 from jaxengine.models.decoder import KV
 from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec
-from jaxengine.runner.choice import cache_shape
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.slot_record import SlotShape
 
@@ -38,30 +38,36 @@ class DeviceState(NamedTuple):
 def state_shapes(
     spec: DecoderSpec, batch: BatchShape, slot: SlotShape, kv_dtype: Any, layout: StepLayout
 ) -> DeviceState:
-    """ShapeDtypeStructs of the whole state."""
-    shapes = cache_shape(spec, layout, batch.num_blocks, batch.block_size)
+    """ShapeDtypeStructs of the whole state, of all shards (attention data parallelism) together."""
+    shards = layout.data_size
+    shapes = cache_shapes(spec, layout, shards * batch.num_blocks, batch.block_size)
     cache = tuple(jax.ShapeDtypeStruct(shape, kv_dtype) for shape in shapes)
     fields = {
-        name: jax.ShapeDtypeStruct((slot.num_slots, *dims), jnp.int32)
+        name: jax.ShapeDtypeStruct((shards * slot.num_slots, *dims), jnp.int32)
         for name, dims in slot.fields().items()
     }
-    last = jax.ShapeDtypeStruct((slot.num_slots,), jnp.int32)
+    last = jax.ShapeDtypeStruct((shards * slot.num_slots,), jnp.int32)
     kv = tuple(cache for _ in range(spec.num_layers))
     return DeviceState(kv, SlotState(last_token=last, **fields))  # type: ignore[arg-type]
 
 
 def new_state(shapes: DeviceState) -> DeviceState:
-    """Zeroed device state."""
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    """Zeroed device state, where the shapes' shardings say."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
 
 
 def seed_slot(shape: SlotShape, slots: SlotState, blob: Int[Array, "n"]) -> SlotState:
-    """Write one slot's record (`pack_slot`'s blob). `slots` is donated."""
+    """Write one slot's record (`pack_slot`'s blob). `slots` is donated; a slot that does not
+    exist changes nothing."""
     offset = 1
+    exists = blob[0] < slots.last_token.shape[0]
+    at = jnp.where(exists, blob[0], 0)
     changed = {}
     for name, dims in shape.fields().items():
         size = int(np.prod(dims))
         part = blob[offset : offset + size].reshape(1, *dims)
-        changed[name] = jax.lax.dynamic_update_slice_in_dim(getattr(slots, name), part, blob[0], 0)
+        field = getattr(slots, name)
+        part = jnp.where(exists, part, jax.lax.dynamic_slice_in_dim(field, at, 1))
+        changed[name] = jax.lax.dynamic_update_slice_in_dim(field, part, at, 0)
         offset += size
     return slots._replace(**changed)

@@ -15,9 +15,14 @@ def first_keys(buckets: list[Bucket], row_sizes: Sequence[int]) -> list[Key]:
     return [Key("forward", mixed), Key("sample", row_sizes[0]), Key("forward", decode)]
 
 
-def warmup_keys(buckets: list[Bucket], row_sizes: Sequence[int]) -> list[Key]:
-    """All programs. After the first request's come the largest shapes: any batch fits those while
-    its own is still compiling."""
+def warmup_keys(
+    buckets: list[Bucket], row_sizes: Sequence[int], halves: Sequence[Bucket] = ()
+) -> list[Key]:
+    """All programs; `halves` are the buckets' programs of two microbatches.
+
+    After the first request's come the largest shapes: any batch fits those while its own is still
+    compiling.
+    """
     decode = [b for b in buckets if b.decode_only]
     mixed = [b for b in buckets if not b.decode_only]
     largest = [
@@ -25,7 +30,7 @@ def warmup_keys(buckets: list[Bucket], row_sizes: Sequence[int]) -> list[Key]:
         Key("sample", row_sizes[-1]),
         Key("forward", decode[-1]),
     ]
-    rest = [Key("forward", b) for b in (*mixed, *decode)]
+    rest = [Key("forward", b) for b in (*mixed, *decode, *halves)]
     rest += [Key("sample", n) for n in row_sizes]
     rest += [Key("score", b.tokens) for b in mixed]
     order = [*first_keys(buckets, row_sizes), *largest, *rest, Key("seed")]

@@ -10,20 +10,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
+from jaxengine.models.families import family_of, spec_from_config, spec_from_gguf, weight_names
 from jaxengine.models.families import gguf as gguf_names
-from jaxengine.models.families import spec_from_config, spec_from_gguf, weight_names
+from jaxengine.models.params import Leaf, arrange, layer_leaves, leaf_shape, top_leaves
 from jaxengine.models.spec import DecoderSpec, Params
-from jaxengine.weights import gguf, safetensors
+from jaxengine.weights import gguf
 from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.weights.naming import expected_shapes, find
 from jaxengine.weights.resolve import ModelFiles
+from jaxengine.weights.sources import Source, checkpoint_sources
 
 log = logging.getLogger(__name__)
 
@@ -34,32 +35,25 @@ DTYPES: dict[str, Any] = {
 }
 _CHUNK = 2**22  # elements read, dequantised and cast at a time, per thread
 _AHEAD = 2**25  # elements of finished or started leaves that wait for `put`
-# stored by some exporters, computed by everyone; never missed, never worth a warning
-_IGNORABLE = re.compile(r"rotary_emb\.inv_freq$|masked_bias$|^rope_freqs\.weight$|_extra_state$")
+# stored by some exporters and computed by everyone, or parts of a larger model that are not text;
+# never missed, never worth a warning
+_IGNORABLE = re.compile(
+    r"rotary_emb\.inv_freq$|masked_bias$|^rope_freqs\.weight$|_extra_state$"
+    r"|^(model\.)?(vision_tower|multi_modal_projector)\."
+)
 
 
 @dataclass(frozen=True)
-class Source:
-    """A checkpoint tensor of either format: read(start, stop) gives rows of the outermost axis.
-
-    start and stop are multiples of `unit` (or the end), so that heads stay whole (gguf.read_rows).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    path: Path
-    stored: str
-    read: Callable[[int, int], np.ndarray]
-    unit: int = 64
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A leaf of the tree: its checkpoint tensors, joined along rows, and the expected shape."""
+class _Load:
+    """A leaf to load: its place in the tree, its checkpoint tensors, joined along rows."""
 
     path: tuple[str | int, ...]
     sources: tuple[Source, ...]
-    shape: tuple[int, ...]
+    leaf: Leaf
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.leaf.shape)
 
 
 def load_spec(files: ModelFiles) -> DecoderSpec:
@@ -81,7 +75,7 @@ def checkpoint_dtype(files: ModelFiles) -> str:
         return named
     short = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
     sizes: Counter[str] = Counter()
-    for source in _sources(files).values():
+    for source in checkpoint_sources(files).values():
         sizes[short.get(source.stored, "quantized")] += math.prod(source.shape)
     return sizes.most_common(1)[0][0] if sizes else "float32"
 
@@ -92,55 +86,65 @@ def load_params(
     dtype: str,
     put: Callable[[np.ndarray], Any],
     progress: bool = True,
+    *,
+    place: Callable[[tuple[str | int, ...], np.ndarray], Any] | None = None,
+    tensor_size: int = 1,
+    expert_parallel: bool = False,
 ) -> Params:
-    """The parameter tree of models/spec.py, each leaf cast to `dtype` and passed through `put`.
+    """The parameter tree of models/params.py, each leaf cast to `dtype` and passed through `put`.
 
-    `put` is called in this thread, once per leaf, as soon as the leaf is done. Everything is
-    checked before the first byte of weights is read. Raises ModelLoadError (missing tensor, wrong
-    shape, truncated file) and UnsupportedModelError, naming file and tensor.
+    `put` is called in this thread, once per leaf, as soon as the leaf is done; `place`, when
+    given, is called instead and gets the leaf's path too. Leaves are laid out for `tensor_size`
+    shards (`params.arrange`). Everything is checked before the first byte of weights is read.
+    Raises ModelLoadError (missing tensor, wrong shape, truncated file) and UnsupportedModelError,
+    naming file and tensor.
     """
     if dtype not in DTYPES:
         raise ModelLoadError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    leaves = _leaves(files, spec)
+    loads = _loads(files, spec)
     params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
     with (
-        tqdm(total=len(leaves), desc="Loading weights", unit="leaf", disable=not progress) as bar,
+        tqdm(total=len(loads), desc="Loading weights", unit="leaf", disable=not progress) as bar,
         ThreadPoolExecutor(min(8, os.cpu_count() or 1), "weights") as pool,
     ):
-        for leaf, array in _read_ahead(leaves, DTYPES[dtype], pool):
+        for load, array in _read_ahead(loads, DTYPES[dtype], pool):
             node: Any = params
-            for key in leaf.path[:-1]:
+            for key in load.path[:-1]:
                 node = node[key]
-            node[leaf.path[-1]] = put(array)
+            name = str(load.path[-1])
+            array = arrange(name, array, spec, tensor_size, expert_parallel=expert_parallel)
+            node[name] = put(array) if place is None else place(load.path, array)
             bar.update()
     return params
 
 
 def _read_ahead(
-    leaves: list[Leaf], dtype: Any, pool: ThreadPoolExecutor
-) -> Iterator[tuple[Leaf, np.ndarray]]:
+    loads: list[_Load], dtype: Any, pool: ThreadPoolExecutor
+) -> Iterator[tuple[_Load, np.ndarray]]:
     """Leaves in order, later ones being read meanwhile, so many that memory stays bounded."""
-    waiting: deque[tuple[Leaf, np.ndarray, list[Future[None]]]] = deque()
+    waiting: deque[tuple[_Load, np.ndarray, list[Future[None]]]] = deque()
     ahead = 0
-    todo = deque(leaves)
+    todo = deque(loads)
     while todo or waiting:
-        while todo and (not waiting or ahead + math.prod(todo[0].shape) <= _AHEAD):
-            leaf = todo.popleft()
-            array = np.empty(leaf.shape, dtype)
-            waiting.append((leaf, array, _start(leaf, array, pool)))
+        while todo and (not waiting or ahead + todo[0].size <= _AHEAD):
+            load = todo.popleft()
+            array = np.empty(load.leaf.shape, np.float32 if load.leaf.wide else dtype)
+            waiting.append((load, array, _start(load, array, pool)))
             ahead += array.size
-        leaf, array, jobs = waiting.popleft()
+        load, array, jobs = waiting.popleft()
         for job in jobs:
             job.result()
-        yield leaf, array
+        yield load, array
         ahead -= array.size
         del array
 
 
-def _start(leaf: Leaf, array: np.ndarray, pool: ThreadPoolExecutor) -> list[Future[None]]:
+def _start(load: _Load, array: np.ndarray, pool: ThreadPoolExecutor) -> list[Future[None]]:
     jobs: list[Future[None]] = []
     row = 0
-    for source in leaf.sources:
+    if len(load.sources[0].shape) < array.ndim:  # single experts' matrices into their stack
+        array = array.reshape(-1, array.shape[-1])
+    for source in load.sources:
         total = source.shape[0]
         step = max(1, _CHUNK // math.prod(source.shape[1:]) // source.unit) * source.unit
         for start in range(0, total, step):
@@ -154,89 +158,46 @@ def _copy(source: Source, start: int, stop: int, out: np.ndarray) -> None:
     out[...] = source.read(start, stop)
 
 
-def _leaves(files: ModelFiles, spec: DecoderSpec) -> list[Leaf]:
+def _loads(files: ModelFiles, spec: DecoderSpec) -> list[_Load]:
     """All leaves with checked sources; a missing tensor or wrong shape raises, extra ones warn."""
-    have = _sources(files, spec)
-    top, layer = weight_names(spec, files.kind)
-    wanted: list[tuple[tuple[str | int, ...], tuple[str, ...], int]] = []
-    wanted += [((leaf,), names, -1) for leaf, names in top.items()]
-    for i in range(spec.num_layers):
-        wanted += [(("layers", i, leaf), names, i) for leaf, names in layer.items()]
-    leaves: list[Leaf] = []
+    have = checkpoint_sources(files, spec)
+    family = family_of(spec)
+    loads: list[_Load] = []
     used: set[str] = set()
-    for path, patterns, i in wanted:
-        names = [p.replace("{i}", str(i)) for p in patterns]
+    for i in range(-1, spec.num_layers):
+        top, layer = weight_names(spec, files.kind, max(i, 0))
+        names = top if i < 0 else layer
+        leaves = top_leaves(spec) if i < 0 else layer_leaves(spec, i)
         for name in names:
-            if name not in have:
-                raise ModelLoadError(f"{files.path} lacks tensor {name}")
-        sources = tuple(have[n] for n in names)
-        used.update(names)
-        leaf, shape = str(path[-1]), leaf_shape(spec, str(path[-1]))
-        # one source: some families store q, k, v or gate, up joined already
-        parts = [shape] if len(sources) == 1 else _parts(spec, leaf, shape)
-        for source, expected in zip(sources, parts, strict=True):
-            if source.shape != expected:
-                raise ModelLoadError(
-                    f"{source.path}: tensor {source.name} has shape {list(source.shape)} "
-                    f"instead of {list(expected)}"
-                )
-        leaves.append(Leaf(path, sources, shape))
+            leaf = leaves[name]
+            found, sources = find(have, spec, family, (name, leaf), names, i, files.path)
+            used.update(found)
+            for source, expected in zip(sources, expected_shapes(leaf, len(sources)), strict=True):
+                if source.shape != expected:
+                    raise ModelLoadError(
+                        f"{source.path}: tensor {source.name} has shape {list(source.shape)} "
+                        f"instead of {list(expected)}"
+                    )
+                if source.stored == "U8":
+                    raise UnsupportedModelError(
+                        f"{source.path}: tensor {source.name} has type U8, which is not supported"
+                    )
+            loads.append(_Load((name,) if i < 0 else ("layers", i, name), sources, leaf))
+    _warn_of_others(files, spec, have.keys() - used)
+    return loads
+
+
+def _warn_of_others(files: ModelFiles, spec: DecoderSpec, names: set[str]) -> None:
     ignorable = {"lm_head.weight", "output.weight"} if spec.tie_embeddings else set()
-    extra = sorted(n for n in have if n not in used | ignorable and not _IGNORABLE.search(n))
+    extra = sorted(n for n in names - ignorable if not _ignorable(spec, n))
     if extra:
         log.warning("%s: %d unknown tensors ignored, first %s", files.path, len(extra), extra[0])
-    return leaves
 
 
-def leaf_shape(spec: DecoderSpec, leaf: str) -> tuple[int, ...]:
-    """Shape of a leaf by its name; the table at the end of models/spec.py."""
-    wide, head = spec.hidden_size, spec.head_dim
-    qkv, ffn = (spec.num_heads + 2 * spec.num_kv_heads) * head, spec.ffn_size
-    return {
-        "embed": (spec.vocab_size, wide),
-        "head": (spec.vocab_size, wide),
-        "final_norm": (wide,),
-        "attn_norm": (wide,),
-        "mlp_norm": (wide,),
-        "qkv": (qkv, wide),
-        "qkv_bias": (qkv,),
-        "q_norm": (head,),
-        "k_norm": (head,),
-        "o": (wide, spec.num_heads * head),
-        "o_bias": (wide,),
-        "gate_up": (2 * ffn, wide),
-        "gate_up_bias": (2 * ffn,),
-        "down": (wide, ffn),
-        "down_bias": (wide,),
-    }[leaf]
-
-
-def _parts(spec: DecoderSpec, leaf: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Shapes of the tensors that are joined to a leaf."""
-    rows = [shape[0]]
-    if leaf in ("qkv", "qkv_bias"):
-        rows = [n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-    if leaf in ("gate_up", "gate_up_bias"):
-        rows = [spec.ffn_size, spec.ffn_size]
-    return [(n, *shape[1:]) for n in rows]
-
-
-def _sources(files: ModelFiles, spec: DecoderSpec | None = None) -> dict[str, Source]:
-    if files.kind == "hf":
-        return {
-            n: Source(n, t.shape, t.path, t.dtype, partial(safetensors.read_rows, t))
-            for n, t in safetensors.read_folder(files.path).items()
-        }
-    metadata, tensors = gguf.read_gguf(files.paths)
-    swap = spec is not None and metadata.get("general.architecture") in gguf_names.PERMUTED
-    out: dict[str, Source] = {}
-    for name, tensor in tensors.items():
-        of_heads = swap and re.search(r"\.attn_[qk]\.(weight|bias)$", name)
-        head_dim = spec.head_dim if spec is not None and of_heads else 0
-        read = partial(gguf.read_rows, tensor, head_dim=head_dim)
-        stored = gguf.quant_name(tensor)
-        out[name] = Source(name, tensor.shape, tensor.path, stored, read, head_dim or 64)
-    return out
+def _ignorable(spec: DecoderSpec, name: str) -> bool:
+    """Layers past the last predict several tokens (DeepSeek-V3): not read."""
+    past = re.match(r"model\.layers\.(\d+)\.", name)
+    return bool(_IGNORABLE.search(name)) or (past is not None and int(past[1]) >= spec.num_layers)
 
 
 __all__ = ["UnsupportedModelError", "checkpoint_dtype", "load_params", "load_spec", "leaf_shape"]

@@ -114,16 +114,18 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_rows(tensor: StoredTensor, start: int, stop: int) -> np.ndarray:
+def read_rows(tensor: StoredTensor, start: int, stop: int, *, packed: bool = False) -> np.ndarray:
     """[stop - start, ...] rows of the outermost axis, in the stored type.
 
-    Raises UnsupportedModelError for a type that is no plain float, ModelLoadError when cut short.
+    Raises UnsupportedModelError for a type that is no plain float (`packed`: no bytes),
+    ModelLoadError when cut short.
     """
-    if tensor.dtype not in _DTYPES:
+    known = {"U8": np.uint8} if packed else _DTYPES
+    if tensor.dtype not in known:
         raise UnsupportedModelError(
             f"{tensor.path}: tensor {tensor.name} has type {tensor.dtype}, which is not supported"
         )
-    dtype = np.dtype(_DTYPES[tensor.dtype])
+    dtype = np.dtype(known[tensor.dtype])
     row = math.prod(tensor.shape[1:])
     count = (stop - start) * row
     offset = tensor.offset + start * row * dtype.itemsize

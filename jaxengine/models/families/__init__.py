@@ -9,21 +9,50 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.models.families import gguf, llama, mistral, qwen
+from jaxengine.models.families import (
+    deepseek,
+    gemma,
+    gguf,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    phi3,
+    qwen,
+    smollm3,
+)
 from jaxengine.models.families.common import Family, Names
+from jaxengine.models.params import layer_leaves, top_leaves
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.weights.errors import UnsupportedModelError
 
 __all__ = ["FAMILIES", "UnsupportedModelError", "spec_from_config", "spec_from_gguf"]
-__all__ += ["weight_names"]
+__all__ += ["family_of", "weight_names"]
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": llama.FAMILY,
     "MistralForCausalLM": mistral.FAMILY,
     "Qwen2ForCausalLM": qwen.QWEN2,
     "Qwen3ForCausalLM": qwen.QWEN3,
+    "Gemma2ForCausalLM": gemma.GEMMA2,
+    "Gemma3ForCausalLM": gemma.GEMMA3,
+    "Gemma3ForConditionalGeneration": gemma.GEMMA3,
+    "Phi3ForCausalLM": phi3.FAMILY,
+    "SmolLM3ForCausalLM": smollm3.FAMILY,
+    "GraniteForCausalLM": granite.FAMILY,
+    "Olmo2ForCausalLM": olmo.OLMO2,
+    "MixtralForCausalLM": mixtral.FAMILY,
+    "Qwen2MoeForCausalLM": qwen.QWEN2_MOE,
+    "Qwen3MoeForCausalLM": qwen.QWEN3_MOE,
+    "OlmoeForCausalLM": olmo.OLMOE,
+    "DeepseekV2ForCausalLM": deepseek.DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": deepseek.DEEPSEEK_V3,
+    "GptOssForCausalLM": gpt_oss.FAMILY,
 }
-_MODEL_TYPES = {f.name: f for f in FAMILIES.values()}
+_BY_NAME = {f.name: f for f in FAMILIES.values()}
+_MODEL_TYPES = {**_BY_NAME, "gemma3_text": gemma.GEMMA3}
 
 
 def spec_from_config(config: dict[str, Any]) -> DecoderSpec:
@@ -48,24 +77,20 @@ def spec_from_gguf(
     return spec_from_config(gguf.config_from_gguf(metadata, shapes, rope_factors))
 
 
-def weight_names(spec: DecoderSpec, kind: str) -> tuple[Names, Names]:
-    """(top level, per layer): leaf -> checkpoint names, of the leaves this spec has.
+def family_of(spec: DecoderSpec) -> Family:
+    return _BY_NAME[spec.family]
 
-    `kind` is "hf" or "gguf". Absent leaves (no bias, tied head) are left out.
+
+def weight_names(spec: DecoderSpec, kind: str, layer: int = 0) -> tuple[Names, Names]:
+    """(top level, of this layer): leaf -> checkpoint names, of the leaves this spec has.
+
+    `kind` is "hf" or "gguf".
     """
-    family = _MODEL_TYPES[spec.family]
-    top, layer = (
+    family = family_of(spec)
+    top, names = (
         (gguf.TOP_NAMES, gguf.LAYER_NAMES) if kind == "gguf" else (family.top, family.layer)
     )
-    absent = {"head"} if spec.tie_embeddings else set()
-    for present, leaves in (
-        (spec.qkv_bias, {"qkv_bias"}),
-        (spec.o_bias, {"o_bias"}),
-        (spec.mlp_bias, {"gate_up_bias", "down_bias"}),
-        (spec.qk_norm, {"q_norm", "k_norm"}),
-    ):
-        absent |= set() if present else leaves
     return (
-        {leaf: names for leaf, names in top.items() if leaf not in absent},
-        {leaf: names for leaf, names in layer.items() if leaf not in absent},
+        {leaf: top[leaf] for leaf in top_leaves(spec)},
+        {leaf: names[leaf] for leaf in layer_leaves(spec, layer)},
     )

@@ -6,6 +6,7 @@ parameter tree to checkpoint names. Unknown settings are refused, never guessed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,12 @@ from jaxengine.models.spec import DecoderSpec, RopeSpec
 from jaxengine.weights.errors import UnsupportedModelError
 
 Config = dict[str, Any]
-# leaf of the parameter tree -> checkpoint tensors, concatenated along rows; {i} is the layer
+# leaf of the parameter tree -> checkpoint tensors, concatenated along rows; {i} is the layer and
+# {e} the expert (a name with {e} stands for those of all experts)
 Names = dict[str, tuple[str, ...]]
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu"}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+_KINDS = ("full_attention", "sliding_attention")
 _ATTN, _MLP = "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
 
 TOP_NAMES: Names = {
@@ -39,16 +42,33 @@ LAYER_NAMES: Names = {
     "down": (_MLP + "down_proj.weight",),
     "down_bias": (_MLP + "down_proj.bias",),
 }
+_EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared_experts."
+MOE_NAMES: Names = {
+    **LAYER_NAMES,
+    "router": (_MLP + "gate.weight",),
+    "experts_gate_up": (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
+    "experts_down": (_EXPERT + "down_proj.weight",),
+    "shared_gate_up": (_SHARED + "gate_proj.weight", _SHARED + "up_proj.weight"),
+    "shared_down": (_SHARED + "down_proj.weight",),
+}
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the registry. GGUF names are the same for all (see gguf_names.py)."""
+    """One row of the registry. GGUF names are the same for all (see families/gguf.py).
+
+    `limits` is one sentence for users: what of the family is refused or differs. Two things that
+    the loader undoes: `rotary_pairs`, the rotary rows of latent attention pair neighbours instead
+    of halves; `stacked_in_out`, stacks of experts are [E, in, out] with gate and up alternating.
+    """
 
     name: str
     spec: Callable[[Config], DecoderSpec]
     top: Names
     layer: Names
+    limits: str = ""
+    rotary_pairs: bool = False
+    stacked_in_out: bool = False
 
 
 def need_int(config: Config, key: str) -> int:
@@ -59,11 +79,26 @@ def need_int(config: Config, key: str) -> int:
     return value
 
 
-def decoder_spec(config: Config, family: str, **extra: Any) -> DecoderSpec:
-    """The fields that read the same in every family; `extra` sets or replaces others."""
+def number(config: Config, key: str, default: float) -> float:
+    """A finite number, `default` when absent or null. Raises UnsupportedModelError naming it."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UnsupportedModelError(f"config field {key} must be a number, not {value!r}")
+    return float(value)
+
+
+def decoder_spec(
+    config: Config, family: str, *, quantized: tuple[str, ...] = (), **extra: Any
+) -> DecoderSpec:
+    """The fields that read the same in every family; `extra` sets or replaces others.
+
+    `quantized` names the quantisations whose checkpoints the loader can read.
+    """
     method = config.get("quantization_config")
-    if method:
-        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+    kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+    if kind and kind not in quantized:
         raise UnsupportedModelError(f"quantized checkpoint ({kind}) is not supported")
     heads, width = need_int(config, "num_attention_heads"), need_int(config, "hidden_size")
     kv_heads = (
@@ -78,7 +113,7 @@ def decoder_spec(config: Config, family: str, **extra: Any) -> DecoderSpec:
     head_dim = width // heads if config.get("head_dim") is None else need_int(config, "head_dim")
     if head_dim % 2:
         raise UnsupportedModelError(f"odd head_dim {head_dim} has no rotary embedding")
-    act = config.get("hidden_act", "silu")
+    act = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if act not in _ACTIVATIONS:
         raise UnsupportedModelError(f"hidden_act {act!r} is not supported for {family}")
     fields: dict[str, Any] = dict(
@@ -94,9 +129,29 @@ def decoder_spec(config: Config, family: str, **extra: Any) -> DecoderSpec:
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         activation=_ACTIVATIONS[act],
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        rope=rope_spec(config),
     )
-    return DecoderSpec(**{**fields, **extra})
+    if "rope" not in extra:
+        fields["rope"] = rope_spec(config)
+    if extra.get("moe") is not None and fields["activation"] != "silu":
+        raise UnsupportedModelError(f"hidden_act {act!r} is not supported for {family}")
+    spec = DecoderSpec(**{**fields, **extra})
+    rotary = spec.mla.rope_dim if spec.mla is not None else spec.rotary_dim or spec.head_dim
+    for name in ("short_factor", "long_factor"):
+        if spec.rope.kind == "longrope" and len(getattr(spec.rope, name)) != rotary // 2:
+            raise UnsupportedModelError(f"rotary setting {name} must have {rotary // 2} numbers")
+    return spec
+
+
+def layer_kinds(config: Config, default: Callable[[int], bool]) -> list[bool]:
+    """For each layer whether it has a window: by layer_types, or else by `default(layer)`.
+
+    Raises UnsupportedModelError for other types of layers.
+    """
+    layers = need_int(config, "num_hidden_layers")
+    kinds = config.get("layer_types") or [_KINDS[default(i)] for i in range(layers)]
+    if len(kinds) != layers or any(k not in _KINDS for k in kinds):
+        raise UnsupportedModelError(f"layer_types must name {layers} layers out of {_KINDS}")
+    return [k == "sliding_attention" for k in kinds]
 
 
 def windows(layer_windows: list[int | None], max_position: int) -> tuple[int, ...]:
@@ -110,33 +165,41 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    "longrope": ("factor", "attention_factor"),
 }
 
 
-def rope_spec(config: Config) -> RopeSpec:
-    """From rope_parameters (new style) or rope_theta and rope_scaling (old style)."""
+def rope_spec(config: Config, *, partial: bool = False) -> RopeSpec:
+    """From rope_parameters (new style) or rope_theta and rope_scaling (old style).
+
+    `partial`: the family handles partial_rotary_factor, which is refused otherwise.
+    """
     params = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(params, dict) or any(isinstance(v, dict) for v in params.values()):
         raise UnsupportedModelError("rotary settings per layer type are not supported here")
     kind = params.get("rope_type", params.get("type", "default")) or "default"
+    kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in _ROPE_FIELDS:
         raise UnsupportedModelError(f"rope type {kind!r} is not supported")
-    partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported")
+    share = rotary_share(config)
+    if share != 1.0 and not partial:
+        raise UnsupportedModelError(f"partial_rotary_factor {share} is not supported")
     theta = params.get("rope_theta", config.get("rope_theta"))
-    found = {k: _number(params[k], k) for k in _ROPE_FIELDS[kind] if params.get(k) is not None}
+    found: Config = {k: _number(params[k], k) for k in _ROPE_FIELDS[kind] if _has(params, k)}
     found["theta"] = 10000.0 if theta is None else _number(theta, "rope_theta")
     original = params.get(
         "original_max_position_embeddings", config.get("original_max_position_embeddings")
     )
-    if kind == "llama3" and original is None:
-        raise UnsupportedModelError("rope type llama3 lacks original_max_position_embeddings")
+    if kind in ("llama3", "longrope") and original is None:
+        raise UnsupportedModelError(f"rope type {kind!r} lacks original_max_position_embeddings")
     longest = need_int(config, "max_position_embeddings")
-    if kind == "yarn":
+    if kind in ("yarn", "longrope"):
         found.setdefault("factor", longest / float(original or longest))
     if kind in ("linear", "llama3") and "factor" not in found:
         raise UnsupportedModelError(f"rope type {kind} lacks its factor")
+    if kind == "longrope":
+        found |= {key: _numbers(params, key) for key in ("short_factor", "long_factor")}
+        found["context"] = longest
     return RopeSpec(
         kind=kind,
         original_max_position=0 if kind in ("default", "linear") else int(original or longest),
@@ -145,7 +208,25 @@ def rope_spec(config: Config) -> RopeSpec:
     )
 
 
+def rotary_share(config: Config) -> float:
+    """The part of a head that is rotated, 1.0 = all."""
+    params = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    share = params.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return 1.0 if share is None else _number(share, "partial_rotary_factor")
+
+
+def _has(params: Config, key: str) -> bool:
+    return params.get(key) is not None
+
+
 def _number(value: Any, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise UnsupportedModelError(f"rotary setting {key} must be a number, not {value!r}")
     return float(value)
+
+
+def _numbers(params: Config, key: str) -> tuple[float, ...]:
+    values = params.get(key)
+    if not isinstance(values, list) or not values:
+        raise UnsupportedModelError(f"rotary setting {key} must be a list of numbers")
+    return tuple(_number(v, key) for v in values)

@@ -105,6 +105,8 @@ def _rope_parameters(get: Any) -> Config:
     kind = get("rope.scaling.type", "none")
     if kind == "none" and not get("rope.scale_linear"):
         return {"rope_type": "default"}
+    if kind == "longrope":
+        raise UnsupportedModelError("GGUF with rope type 'longrope' is not supported")
     out: Config = {"rope_type": "linear" if kind == "none" else kind}
     out["factor"] = get("rope.scaling.factor", get("rope.scale_linear"))
     out["original_max_position_embeddings"] = get("rope.scaling.original_context_length")

@@ -1,35 +1,40 @@
-"""Qwen2 (bias on q, k, v without any field saying so) and Qwen3 (norm on each q and k head)."""
+"""Qwen2 (bias on q, k, v without any field saying so), Qwen3 (norm on each q and k head), and
+their mixtures of experts."""
 
 from __future__ import annotations
 
 from jaxengine.models.families.common import (
     LAYER_NAMES,
+    MOE_NAMES,
     TOP_NAMES,
     Config,
     Family,
     decoder_spec,
+    layer_kinds,
     need_int,
     windows,
 )
-from jaxengine.models.spec import DecoderSpec
+from jaxengine.models.spec import DecoderSpec, MoeSpec
 from jaxengine.weights.errors import UnsupportedModelError
-
-_KINDS = ("full_attention", "sliding_attention")
 
 
 def layer_windows(config: Config) -> tuple[int, ...]:
     """A window only under use_sliding_window, on the layers of layer_types, or else on those from
     max_window_layers up."""
-    layers = need_int(config, "num_hidden_layers")
     if not config.get("use_sliding_window", False) or config.get("sliding_window", 4096) is None:
         return ()
-    window = config.get("sliding_window", 4096)
-    first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or [_KINDS[i >= first] for i in range(layers)]
-    if len(kinds) != layers or any(k not in _KINDS for k in kinds):
-        raise UnsupportedModelError(f"layer_types must name {layers} layers out of {_KINDS}")
-    per_layer = [window if k == "sliding_attention" else None for k in kinds]
+    first, window = config.get("max_window_layers", 28), config.get("sliding_window", 4096)
+    per_layer = [window if w else None for w in layer_kinds(config, lambda i: i >= first)]
     return windows(per_layer, need_int(config, "max_position_embeddings"))
+
+
+def dense_layers(config: Config) -> tuple[int, ...]:
+    """Layers with a plain MLP: those of mlp_only_layers, and by decoder_sparse_step."""
+    step, named = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(step, int) or step < 1:
+        raise UnsupportedModelError(f"decoder_sparse_step must be at least 1, not {step!r}")
+    layers = range(need_int(config, "num_hidden_layers"))
+    return tuple(i for i in layers if i in named or (i + 1) % step)
 
 
 def qwen2(config: Config) -> DecoderSpec:
@@ -48,5 +53,55 @@ def qwen3(config: Config) -> DecoderSpec:
     )
 
 
+def qwen2_moe(config: Config) -> DecoderSpec:
+    moe = MoeSpec(
+        num_experts=need_int(config, "num_experts"),
+        top_k=need_int(config, "num_experts_per_tok"),
+        ffn_size=need_int(config, "moe_intermediate_size"),
+        renormalise=bool(config.get("norm_topk_prob", False)),
+        shared_ffn_size=need_int(config, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return decoder_spec(
+        config,
+        "qwen2_moe",
+        qkv_bias=bool(config.get("qkv_bias", True)),
+        windows=layer_windows(config),
+        moe=moe,
+        dense_layers=dense_layers(config),
+    )
+
+
+def qwen3_moe(config: Config) -> DecoderSpec:
+    bias = bool(config.get("attention_bias", False))
+    experts = "num_experts" if "num_experts" in config else "num_local_experts"
+    moe = MoeSpec(
+        num_experts=need_int(config, experts),
+        top_k=need_int(config, "num_experts_per_tok"),
+        ffn_size=need_int(config, "moe_intermediate_size"),
+        renormalise=bool(config.get("norm_topk_prob", False)),
+    )
+    return decoder_spec(
+        config,
+        "qwen3_moe",
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        windows=layer_windows(config),
+        moe=moe,
+        dense_layers=dense_layers(config),
+    )
+
+
+_SHARED = "model.layers.{i}.mlp.shared_expert."
+_QWEN2_MOE_NAMES = {
+    **MOE_NAMES,
+    "shared_gate_up": (_SHARED + "gate_proj.weight", _SHARED + "up_proj.weight"),
+    "shared_down": (_SHARED + "down_proj.weight",),
+    "shared_gate": ("model.layers.{i}.mlp.shared_expert_gate.weight",),
+}
+
 QWEN2 = Family("qwen2", qwen2, TOP_NAMES, LAYER_NAMES)
 QWEN3 = Family("qwen3", qwen3, TOP_NAMES, LAYER_NAMES)
+QWEN2_MOE = Family("qwen2_moe", qwen2_moe, TOP_NAMES, _QWEN2_MOE_NAMES)
+QWEN3_MOE = Family("qwen3_moe", qwen3_moe, TOP_NAMES, MOE_NAMES)

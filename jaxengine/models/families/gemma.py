@@ -1,0 +1,111 @@
+"""Gemma 2 and the text model of Gemma 3: norms before and after, 1 + weight, tanh GELU, scaled
+embeddings, windows on most layers; Gemma 2 caps scores and logits, Gemma 3 norms q and k and
+rotates windowed layers by a base of their own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jaxengine.models.families.common import (
+    LAYER_NAMES,
+    TOP_NAMES,
+    Config,
+    Family,
+    decoder_spec,
+    layer_kinds,
+    need_int,
+    number,
+    rope_spec,
+    windows,
+)
+from jaxengine.models.spec import DecoderSpec, RopeSpec
+from jaxengine.weights.errors import UnsupportedModelError
+
+# Fields that published files leave to the configuration class.
+_DEFAULTS: Config = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+}
+_GEMMA2: Config = {**_DEFAULTS, "max_position_embeddings": 8192}
+_GEMMA3: Config = {
+    **_DEFAULTS,
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+}
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("use_bidirectional_attention is not supported")
+    bias = bool(config.get("attention_bias", False))
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "post_norm": True,
+        "norm_plus_one": True,
+        "embed_scale": math.sqrt(need_int(config, "hidden_size")),
+        "scale": number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        "soft_cap": number(config, "attn_logit_softcapping", 0.0),
+        "logit_soft_cap": number(config, "final_logit_softcapping", 0.0),
+    }
+
+
+def _windows(config: Config, kinds: list[bool]) -> tuple[int, ...]:
+    per_layer = [config["sliding_window"] if w else None for w in kinds]
+    return windows(per_layer, need_int(config, "max_position_embeddings"))
+
+
+def gemma2(config: Config) -> DecoderSpec:
+    config = {**_GEMMA2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
+    kinds = layer_kinds(config, lambda i: i % 2 == 0)
+    return decoder_spec(config, "gemma2", windows=_windows(config, kinds), **_shared(config))
+
+
+def gemma3(config: Config) -> DecoderSpec:
+    """Also of a configuration with the text model's inside (text_config)."""
+    config = {**_GEMMA3, **config, **config.get("text_config", {})}
+    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    kinds = layer_kinds(config, lambda i: (i + 1) % every != 0)
+    full, local = _ropes(config)
+    return decoder_spec(
+        config,
+        "gemma3",
+        qk_norm=True,
+        windows=_windows(config, kinds),
+        rope=full,
+        window_rope=local,
+        **_shared(config),
+    )
+
+
+def _ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
+    """Of full and of windowed layers, in the new style (by layer type) or the old."""
+    by_kind = config.get("rope_parameters") or {}
+    if "full_attention" in by_kind or "sliding_attention" in by_kind:
+        kinds = ("full_attention", "sliding_attention")
+        missing = [k for k in kinds if not isinstance(by_kind.get(k), dict)]
+        if missing:
+            raise UnsupportedModelError(f"rope_parameters lacks {missing[0]}")
+        full, local = ({**config, "rope_parameters": by_kind[k]} for k in kinds)
+        return rope_spec(full), rope_spec(local)
+    plain = {**config, "rope_scaling": None, "rope_parameters": None}
+    plain["rope_theta"] = config.get("rope_local_base_freq", 10000.0)
+    return rope_spec(config), rope_spec(plain)
+
+
+_L = "model.layers.{i}."
+_NAMES = {
+    **LAYER_NAMES,
+    "attn_post_norm": (_L + "post_attention_layernorm.weight",),
+    "mlp_norm": (_L + "pre_feedforward_layernorm.weight",),
+    "mlp_post_norm": (_L + "post_feedforward_layernorm.weight",),
+}
+GEMMA2 = Family("gemma2", gemma2, TOP_NAMES, _NAMES)
+GEMMA3 = Family("gemma3", gemma3, TOP_NAMES, _NAMES, "text only: images are not read")

@@ -1,0 +1,35 @@
+"""Granite 3: Llama with scaled embeddings, scores, residual sums and logits."""
+
+from __future__ import annotations
+
+from jaxengine.models.families.common import (
+    LAYER_NAMES,
+    TOP_NAMES,
+    Config,
+    Family,
+    decoder_spec,
+    number,
+)
+from jaxengine.models.spec import DecoderSpec
+from jaxengine.weights.errors import UnsupportedModelError
+
+
+def spec(config: Config) -> DecoderSpec:
+    bias = bool(config.get("attention_bias", False))
+    divisor = number(config, "logits_scaling", 1.0)
+    if divisor == 0:
+        raise UnsupportedModelError("config field logits_scaling must not be 0")
+    return decoder_spec(
+        config,
+        "granite",
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        embed_scale=number(config, "embedding_multiplier", 1.0),
+        scale=number(config, "attention_multiplier", 1.0),
+        residual_scale=number(config, "residual_multiplier", 1.0),
+        logit_scale=1.0 / divisor,
+    )
+
+
+FAMILY = Family("granite", spec, TOP_NAMES, LAYER_NAMES)
