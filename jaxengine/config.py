@@ -100,6 +100,39 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class DataParallelConfig:
+    data_parallel_size: int = 1
+    """Engines, each with its own process and KV pool, behind one endpoint."""
+    data_parallel_rank: int | None = None
+    """This server is one rank of several; a balancer outside chooses among them."""
+    data_parallel_external_lb: bool = False
+    """A balancer outside chooses the rank: every rank has its own endpoint."""
+    data_parallel_hybrid_lb: bool = False
+    """Every node has an endpoint and balances over its own ranks."""
+    data_parallel_size_local: int | None = None
+    """Ranks on this node (hybrid mode); default: all."""
+    data_parallel_start_rank: int = 0
+    """First rank on this node (hybrid mode)."""
+    data_parallel_affinity: Literal["none", "prefix", "session"] = "none"
+    """prefix: equal prompt beginnings go to the same rank while loads allow; session: requests
+    with equal `user` or X-Session-Id do."""
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    enable_fault_tolerance: bool = False
+    """A failed engine does not end the server: its requests end, others go on, and it recovers
+    by order. The device lives in a worker process of its own."""
+    fault_tolerance_config: str | dict[str, Any] | None = None
+    """JSON: engine_recovery_timeout_sec (120), auto_recover (never | retry | respawn),
+    step_timeout_sec (watchdog of one step)."""
+    retry_aborted_requests: bool = False
+    """Replay greedy and seeded requests of a failed rank on another; the client sees no gap."""
+    inject_faults: str | None = None
+    """JSON list of faults for drills: raise, oom, hang, kill, exit, slow at a step of a rank."""
+
+
+@dataclass(frozen=True)
 class RunnerConfig:
     warmup: Literal["auto", "full", "background", "lazy"] = "auto"
     """full: compile every bucket before serving; background: serve at once and compile beside;
@@ -143,6 +176,8 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -163,6 +198,8 @@ PARTS: dict[str, Any] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
+    "data_parallel": DataParallelConfig,
+    "fault": FaultConfig,
     "runner": RunnerConfig,
     "server": ServerConfig,
 }

@@ -13,7 +13,9 @@ from cyclopts import Parameter
 from jaxengine.config import (
     PARTS,
     CacheConfig,
+    DataParallelConfig,
     EngineConfig,
+    FaultConfig,
     ModelConfig,
     ParallelConfig,
     RunnerConfig,
@@ -38,6 +40,12 @@ class Options:
     )
     parallel: Annotated[ParallelConfig, Parameter(name="*", group="Devices")] = field(
         default_factory=ParallelConfig
+    )
+    data_parallel: Annotated[
+        DataParallelConfig, Parameter(name="*", group="Data parallel engines")
+    ] = field(default_factory=DataParallelConfig)
+    fault: Annotated[FaultConfig, Parameter(name="*", group="Fault tolerance")] = field(
+        default_factory=FaultConfig
     )
     runner: Annotated[RunnerConfig, Parameter(name="*", group="Runner")] = field(
         default_factory=RunnerConfig

@@ -161,8 +161,9 @@ def divide(parallel: ParallelConfig, layout: StepLayout, spec: DecoderSpec) -> S
     experts = parallel.enable_expert_parallel
     if experts and spec.moe is None:
         raise ValueError("enable_expert_parallel is set, but the model has no experts")
-    if parallel.enable_dbo and not (experts and tensor * data > 1):
-        raise ValueError("enable_dbo needs enable_expert_parallel over two devices or more")
+    spread = experts and tensor * data > 1
+    if parallel.enable_dbo and not spread:
+        log.warning("enable_dbo: experts are on one device, there is no communication to hide")
     local_spec(spec, tensor, expert_parallel=experts, devices=tensor * data)
     return replace(
         layout,
@@ -170,9 +171,9 @@ def divide(parallel: ParallelConfig, layout: StepLayout, spec: DecoderSpec) -> S
         tensor_size=tensor,
         data_axis=DATA if data > 1 else "",
         data_size=data,
-        expert_parallel=experts and tensor * data > 1,
+        expert_parallel=spread,
         dispatch=parallel.all2all_backend,
-        dbo=parallel.enable_dbo,
+        dbo=parallel.enable_dbo and spread,
     )
 
 

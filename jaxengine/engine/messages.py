@@ -79,6 +79,34 @@ class EngineOutputs(msgspec.Struct, omit_defaults=True):
     stats: EngineStats | None = None
 
 
+class RankStatus(msgspec.Struct, omit_defaults=True):
+    """What an engine says of itself, pushed at every change. States: healthy, unhealthy (a fault;
+    waits for an order), dead (its worker process is gone; waits for `respawn`), draining."""
+
+    rank: int
+    state: str = "healthy"
+    epoch: int = 0  # of the worker process (and of its group, where ranks are coupled)
+    fault_info: str | None = None  # class of the exception alone: messages may hold user data
+    since: float = 0.0  # Unix time
+
+
+class FaultToleranceRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """An order to an engine. Instructions: retry, respawn, drain."""
+
+    request_id: str
+    instruction: str
+    params: dict[str, Any] = {}
+
+
+class FaultToleranceResult(msgspec.Struct, omit_defaults=True):
+    """The answer to an order; never an exception."""
+
+    request_id: str
+    rank: int
+    success: bool
+    reason: str = ""
+
+
 class UtilityCall(msgspec.Struct):
     """A named call of the engine (`reset_prefix_cache`, ...), answered by `UtilityResult`."""
 

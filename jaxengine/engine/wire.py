@@ -17,12 +17,15 @@ ADD = b"\x00"
 ABORT = b"\x01"
 UTILITY = b"\x03"
 SHUTDOWN = b"\x04"
+ORDER = b"\x05"  # FaultToleranceRequest
 
 # engine -> front
 READY = b"\x10"
 OUTPUTS = b"\x11"
 RESULT = b"\x12"
 FAILED = b"\x13"
+STATUS = b"\x14"  # RankStatus
+ORDER_RESULT = b"\x15"  # FaultToleranceResult
 
 # The core an engine process runs, as "module:class". A string, so that neither the front nor the
 # import contracts pull JAX in through it.
