@@ -20,6 +20,13 @@ M_MMAP_MAX = -4
 # What XLA may put in a CUDA graph: all but collectives, which have hung in graphs.
 GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL"
 
+# With several devices: collectives beside computation. Merging the products of two microbatches
+# (same weights) would undo their overlap.
+OVERLAP_FLAGS = {
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    "xla_gpu_dot_merger_threshold_mb": "0",
+}
+
 _applied: dict[str, str] = {}
 
 
@@ -77,9 +84,8 @@ def _gpu_settings(capabilities: list[str]) -> None:
         return
     _default("NCCL_LAUNCH_MODE", "GROUP")  # one process, many devices
     _default_flag("xla_gpu_enable_command_buffer", GRAPH_COMMANDS)
-    _default_flag("xla_gpu_enable_latency_hiding_scheduler", "true")
-    # Merging the products of two microbatches (same weights) would undo their overlap.
-    _default_flag("xla_gpu_dot_merger_threshold_mb", "0")
+    for name, value in OVERLAP_FLAGS.items():
+        _default_flag(name, value)
     if all(c.startswith("9.") for c in capabilities):
         # One hardware queue keeps a collective's launch in order; on Blackwell it costs speed.
         _default("CUDA_DEVICE_MAX_CONNECTIONS", "1")

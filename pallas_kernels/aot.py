@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,7 +169,8 @@ device_description_str: "{target.name}"
 
 
 @functools.cache
-def _topology(name: str, devices: int) -> Any:
+def topology(name: str, devices: int) -> Any:
+    """So many devices of a target, on paper. Raises RuntimeError without the plugin."""
     import jax
     from jax.experimental import topologies
 
@@ -198,11 +201,7 @@ def compile_for(
     from jax.experimental import topologies
     from jax.sharding import NamedSharding, PartitionSpec
 
-    dump = os.environ.get("MOSAIC_GPU_DUMP_TO")
-    if not dump:
-        raise RuntimeError("compile_for needs the environment that worker_env makes")
-    topology = _topology(target, devices)
-    mesh = topologies.make_mesh(topology, (devices,), ("x",))
+    mesh = topologies.make_mesh(topology(target, devices), (devices,), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
     shaped = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(
@@ -210,9 +209,21 @@ def compile_for(
         ),
         tuple(args),
     )
+    return compile_lowered(
+        target, devices, lambda: jax.jit(fn, donate_argnums=donate).lower(*shaped)
+    )
+
+
+def compile_lowered(target: str, devices: int, lower: Callable[[], Any]) -> Report:
+    """Compile what `lower` gives; it is called where the target is JAX's default device."""
+    import jax
+
+    dump = os.environ.get("MOSAIC_GPU_DUMP_TO")
+    if not dump:
+        raise RuntimeError("compiling for a GPU needs the environment that worker_env makes")
     before = set(Path(dump).iterdir())
-    with jax.default_device(topology.devices[0]):
-        compiled = jax.jit(fn, donate_argnums=donate).lower(*shaped).compile()
+    with jax.default_device(topology(target, devices).devices[0]):
+        compiled = lower().compile()
     fresh = sorted(set(Path(dump).iterdir()) - before)
     memory: Any = compiled.memory_analysis()
     hlo = compiled.as_text() or ""
@@ -260,6 +271,55 @@ def _number(pattern: str, text: str) -> int:
     if match is None:
         return -1
     return int(match.group(1))
+
+
+def in_processes(
+    module: str, cases: Sequence[dict[str, Any]], *, flags: Sequence[str] = (), timeout: float
+) -> Iterator[dict[str, Any]]:
+    """Give cases to `python -m module`, which prints one JSON object a case; yields every case
+    with its figures or "error".
+
+    A case that aborts the compiler ends the process; it gets an error, and the rest another
+    process. Raises RuntimeError when nothing can be compiled here.
+    """
+    if reason := missing():
+        raise RuntimeError(reason)
+    todo = list(cases)
+    while todo:
+        with dump_folder() as folder:
+            env = worker_env(folder)
+            env["XLA_FLAGS"] = " ".join([env["XLA_FLAGS"], *flags])
+            process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            try:
+                out, _ = process.communicate(json.dumps(todo), timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, _ = process.communicate()
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        for case, line in zip(todo, lines, strict=False):
+            yield {**case, **line}
+        todo = todo[len(lines) :]
+        if todo:
+            yield {**todo.pop(0), "error": "the compiler process ended or took too long"}
+
+
+def answer(compile_case: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The other side of `in_processes`: compile the cases of stdin, one line of stdout each."""
+    for case in json.load(sys.stdin):
+        try:
+            line = compile_case(case)
+        except Exception as e:  # noqa: BLE001 - one case's error is its result
+            line = {"error": f"{type(e).__name__}: {str(e).splitlines()[0][:300]}"}
+        print(json.dumps(line), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # the plugin has no device to shut down
 
 
 def dump_folder() -> tempfile.TemporaryDirectory[str]:

@@ -251,3 +251,18 @@ def threshold(
             return best
         best, tokens = tokens, tokens // 2
     return best
+
+
+def describe(devices: int, *, context: int = 2048, shape: MoeShape = QWEN3_30B_A3B) -> str:
+    """The tables of decode and prefill, and the thresholds that follow, as lines of text."""
+    lines = []
+    for kind, default in (("decode", 32), ("prefill", 512)):
+        decode = kind == "decode"
+        lines.append(f"{kind}: tokens a device, us a layer whole, in halves, gain")
+        for g in gain_table(devices, decode=decode, context=context, shape=shape):
+            times = f"{g.whole * 1e6:9.0f} {g.halves * 1e6:9.0f}"
+            lines.append(f"{g.tokens:7d} {times} {100 * (g.gain - 1):+6.1f} %")
+        found = threshold(devices, decode=decode, context=context, shape=shape)
+        pays = "never" if found is None else f"from {found} tokens"
+        lines.append(f"predicted to pay {pays}; the default threshold is {default}")
+    return "\n".join(lines)

@@ -70,12 +70,13 @@ class Devices:
         return jax.device_put(array, NamedSharding(self.mesh, spec))
 
 
-def make_devices(layout: StepLayout) -> Devices:
-    """Raises ValueError when there are fewer devices than the layout asks for."""
+def make_devices(layout: StepLayout, found: Any = None) -> Devices:
+    """The mesh over `found` (default: JAX's devices). Raises ValueError when there are fewer
+    devices than the layout asks for."""
     wanted = layout.data_size * layout.tensor_size
     if wanted == 1:
         return Devices()
-    found = jax.devices()
+    found = jax.devices() if found is None else found
     if len(found) < wanted:
         raise ValueError(
             f"tensor_parallel_size {layout.tensor_size} x attention_data_parallel_size "

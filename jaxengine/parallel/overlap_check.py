@@ -46,7 +46,7 @@ def build(case: Case) -> tuple[Any, tuple[Any, ...]]:
     from jaxengine.parallel import exchange, experts, overlap
 
     s, t = case.shape, case.tokens
-    mesh = topologies.make_mesh(aot._topology("h200", case.devices), (case.devices,), ("x",))
+    mesh = topologies.make_mesh(aot.topology("h200", case.devices), (case.devices,), ("x",))
     shards = exchange.ExpertShards(("x",), case.devices, s.experts // case.devices)
     heads, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     options = experts.ExpertOptions()

@@ -1,21 +1,18 @@
-"""The engine's own programs compiled for a GPU on a machine without one.
+"""The engine's own programs compiled for GPUs on a machine without one.
 
     python -m jaxengine.runner.aot_step < cases.json
 
-reads [{"config": config.json's content, "target": "h200", "tokens": .., "rows": ..,
-"decode_only": ..}, ...] and
-prints one JSON object a line: the compiler's figures, or "error". Run by `compile_steps`.
+answers [{"config": config.json's content, "target": "h200", "tokens": .., "rows": ..,
+"decode_only": .., and settings of the mesh}, ...] with the compiler's figures; `compile_steps`
+runs it.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from jaxengine.pallas_kernels import aot
@@ -28,41 +25,37 @@ def compile_steps(cases: Sequence[Case], *, timeout: float = 1800) -> Iterator[d
 
     Raises RuntimeError when nothing can be compiled here.
     """
-    if reason := aot.missing():
-        raise RuntimeError(reason)
-    todo = list(cases)
-    while todo:
-        with aot.dump_folder() as folder:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "jaxengine.runner.aot_step"],
-                env=aot.worker_env(folder),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            try:
-                out, _ = process.communicate(json.dumps(todo), timeout=timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                out, _ = process.communicate()
-        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        for case, line in zip(todo, lines, strict=False):
-            yield {**case, **line}
-        todo = todo[len(lines) :]
-        if todo:
-            yield {**todo.pop(0), "error": "the compiler process ended or took too long"}
+    from jaxengine.platform import OVERLAP_FLAGS
+
+    flags = [f"--{name}={value}" for name, value in OVERLAP_FLAGS.items()]
+    several = any(devices_of(case) > 1 for case in cases)
+    return aot.in_processes(
+        "jaxengine.runner.aot_step", cases, flags=flags if several else (), timeout=timeout
+    )
+
+
+def devices_of(case: Case) -> int:
+    """Devices of the case's mesh."""
+    tensor, data = case.get("tensor_parallel_size", 1), case.get("attention_data_parallel_size", 1)
+    return int(tensor) * int(data)
 
 
 def compile_step(case: Case) -> dict[str, Any]:
-    """Compile one forward program of the engine; the figures, with `copies` of the cache and
-    `captured` (kernels lie in a command buffer)."""
+    """Compile one forward program of the engine.
+
+    The figures are one device's, with `copies` of the cache, `captured` (kernels lie in a command
+    buffer), and on a mesh `collectives` (how many of each) and `pairs` (what runs beside them).
+    """
     import jax
     import jax.numpy as jnp
 
-    from jaxengine.models.decoder import param_shapes
+    from jaxengine.config import ParallelConfig
+    from jaxengine.engine.build import cache_spec, divide
     from jaxengine.models.families import spec_from_config
+    from jaxengine.models.params import param_shapes, param_specs
     from jaxengine.pallas_kernels import device
+    from jaxengine.parallel.hlo import overlap_report
+    from jaxengine.parallel.mesh import make_devices
     from jaxengine.runner.buckets import row_buckets
     from jaxengine.runner.choice import choose_attention
     from jaxengine.runner.forward import StepConfig, forward
@@ -75,42 +68,79 @@ def compile_step(case: Case) -> dict[str, Any]:
     spec = spec_from_config(case["config"])
     dtype = jnp.dtype(jnp.bfloat16)
     seqs, blocks = case.get("max_num_seqs", 256), case.get("blocks", 1024)
+    parallel = ParallelConfig(
+        **{k: case[k] for k in ParallelConfig.__dataclass_fields__ if k in case}
+    )
     layout, page = choose_attention("auto", spec, dtype, case.get("block_size"), on_cpu=False)
+    layout = divide(parallel, layout, spec)
+    count = layout.data_size * layout.tensor_size
+    devices = make_devices(layout, aot.topology(case["target"], count).devices)
     width = -(-case.get("max_model_len", 32768) // page)
     shape = BatchShape(len(spec.groups), width, page, blocks)
     step = StepConfig(spec, shape, 20, row_buckets(seqs), layout)
-    bucket = Bucket(case["tokens"], case["rows"], case["decode_only"])
+    dbo = bool(case.get("dbo"))
+    bucket = Bucket(case["tokens"], case["rows"], case["decode_only"], dbo)
     state = state_shapes(spec, shape, SlotShape(seqs, 32768, spec.vocab_size), dtype, layout)
 
     def run(params: Any, kv: Any, last_token: Any, blob: Any) -> Any:
         return forward(step, bucket, params, kv, last_token, blob)
 
-    blob = jax.ShapeDtypeStruct((layout_of(bucket, shape).size,), jnp.int32)
-    args = (param_shapes(spec, dtype), state.kv, state.slots.last_token, blob)
+    size = devices.num_shards * layout_of(bucket, shape).size
+    blob = jax.ShapeDtypeStruct((size,), jnp.int32)
+    params = param_shapes(spec, dtype, layout.tensor_size)
+    args = (params, state.kv, state.slots.last_token, blob)
+    data, kv_spec = devices.data, cache_spec(spec, layout)
+    specs = (param_specs(spec, layout), kv_spec, data, data)
     started = time.monotonic()
-    report = aot.compile_for(case["target"], run, args, donate=(1,))
-    seconds = time.monotonic() - started
-    sizes = {"[" + ",".join(map(str, a.shape)) + "]" for a in jax.tree.leaves(state.kv)}
+    if devices.mesh is None:
+        report = aot.compile_for(case["target"], run, args, donate=(1,))
+    else:
+        report = aot.compile_lowered(
+            case["target"],
+            count,
+            lambda: devices.lower(run, args, specs, (kv_spec, data), donate=(1,)),
+        )
+    found = {} if devices.mesh is None else _collectives(overlap_report(report.hlo))
+    sizes = _local_sizes(devices.place(state.kv, kv_spec))
     copies = [line for line in report.hlo.splitlines() if re.search(r" copy(-start)?\(", line)]
     return {
         **report.as_dict(),
-        "seconds": round(seconds, 1),
-        "cache_bytes": sum(a.size * dtype.itemsize for a in jax.tree.leaves(state.kv)),
+        **found,
+        "seconds": round(time.monotonic() - started, 1),
+        "weights": _local_bytes(devices.place(params, specs[0])),
+        "cache_bytes": _local_bytes(devices.place(state.kv, kv_spec)),
+        "block_size": page,
         "copies": sum(any(s in line for s in sizes) for line in copies),
         "captured": "kCommandBuffer" in report.thunks,
     }
 
 
-def main() -> None:
-    for case in json.load(sys.stdin):
-        try:
-            line = compile_step(case)
-        except Exception as e:  # noqa: BLE001 - one case's error is its result
-            line = {"error": f"{type(e).__name__}: {str(e).splitlines()[0][:300]}"}
-        print(json.dumps(line), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # the plugin has no device to shut down
+def _collectives(pairs: Sequence[Any]) -> dict[str, Any]:
+    counts: dict[str, int] = {}
+    for pair in pairs:
+        counts[pair.op] = counts.get(pair.op, 0) + 1
+    return {"collectives": counts, "pairs": [asdict(pair) for pair in pairs]}
+
+
+def _local_shape(a: Any) -> tuple[int, ...]:
+    return tuple(a.shape) if a.sharding is None else tuple(a.sharding.shard_shape(a.shape))
+
+
+def _local_sizes(tree: Any) -> set[str]:
+    """The arrays' shapes on one device, as HLO writes them."""
+    import jax
+
+    return {"[" + ",".join(map(str, _local_shape(a))) + "]" for a in jax.tree.leaves(tree)}
+
+
+def _local_bytes(tree: Any) -> int:
+    """Bytes of a tree on one device."""
+    import math
+
+    import jax
+
+    return sum(math.prod(_local_shape(a)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 if __name__ == "__main__":
-    main()
+    aot.answer(compile_step)

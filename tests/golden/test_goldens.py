@@ -20,11 +20,34 @@ FAMILIES = (
     "mistral-window",
     "qwen2",
     "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "mixtral",
+    "qwen3-moe",
+    "olmoe",
+    "deepseek-v2",
+    "deepseek-v3",
+    "gpt-oss",
 )
+# Few rows: each size of a batch is a program to compile, for every family.
 SHAPES = {
-    "chunks-of-8": {"block_size": 4, "max_num_batched_tokens": 8},
-    "whole": {"block_size": 16},
+    "chunks-of-8": {"block_size": 4, "max_num_batched_tokens": 8, "max_num_seqs": 2},
+    "whole": {"block_size": 16, "max_num_seqs": 8},
 }
+BOTH = ("llama", "qwen3")  # the others' whole prompts run in the long suite
+CASES = [
+    pytest.param(
+        family,
+        shape,
+        marks=[] if shape == "chunks-of-8" or family in BOTH else [pytest.mark.slow],
+    )
+    for family in FAMILIES
+    for shape in SHAPES
+]
 
 
 def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, dict[str, list]]:
@@ -46,18 +69,21 @@ def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, dict[str, 
     return out
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "shape"), CASES)
 def test_golden(family: str, shape: str) -> None:
+    check_golden(family, **SHAPES[shape])
+
+
+def check_golden(family: str, **settings: object) -> dict[str, float]:
+    """Run a family's cases all at once in an engine of these settings; the engine's figures."""
     golden = json.loads((GOLDENS / family / "golden.json").read_text())
     core = EngineCore(
         EngineConfig.of(
             model=str(GOLDENS / family),
             max_model_len=128,
-            max_num_seqs=8,
             max_logprobs=8,
             warmup="lazy",
-            **SHAPES[shape],
+            **settings,
         )
     )
     try:
@@ -77,6 +103,7 @@ def test_golden(family: str, shape: str) -> None:
             for i, case in enumerate(golden["cases"])
         ]
         out = run(core, requests)
+        figures = core.stats().extra
     finally:
         core.shutdown()
     for i, case in enumerate(golden["cases"]):
@@ -85,6 +112,7 @@ def test_golden(family: str, shape: str) -> None:
         values = [entry.logprobs[0] for entry in got["logprobs"]]
         assert values == pytest.approx(case["greedy_logprobs"], abs=1e-3)
         check_prompt(case, got["prompt"])
+    return figures
 
 
 def check_prompt(case: dict, entries: list[TokenLogprobs | None]) -> None:
