@@ -84,6 +84,8 @@ class SchedulerConfig:
 class ParallelConfig:
     tensor_parallel_size: int = 1
     """Devices that share every layer: heads, FFN columns and vocabulary are divided."""
+    pipeline_parallel_size: int = 1
+    """Stages of layers on devices of their own; the scheduler keeps a step in each."""
     attention_data_parallel_size: int = 1
     """Groups of devices that attend to different requests, each with its own KV pool, inside one
     engine; experts are shared by all with enable_expert_parallel."""

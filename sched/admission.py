@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxengine.sched.kv_cache import PrefixHit
 from jaxengine.sched.request import Request, RequestStatus
-from jaxengine.sched.state import PlannerState, release, run, start
+from jaxengine.sched.state import PlannerState, cohort_is_full, release, run, start
 
 
 def admit(state: PlannerState, budget: int) -> None:
@@ -12,7 +12,7 @@ def admit(state: PlannerState, budget: int) -> None:
     Requests that wait for something else (grammar, lookup, their own late output) are passed by.
     """
     held_back: list[Request] = []
-    while budget > 0 and state.table.free and len(state.waiting):
+    while budget > 0 and state.table.free and len(state.waiting) and not cohort_is_full(state):
         request = state.waiting.peek()
         hit = None if _is_blocked(request) else state.kv.find_prefix(request)
         local = hit.num_blocks * state.config.block_size if hit else 0

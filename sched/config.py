@@ -32,3 +32,6 @@ class PlannerConfig:
     reserve_full_prompt: bool = True  # first admission needs the whole prompt to fit
     watermark: float = 0.0  # share of blocks kept free at admission
     max_drafts: int = 0
+    # Pipeline stages: running requests form so many cohorts, which are planned in turn, so that
+    # each stage has a step to work on while the others have theirs.
+    num_cohorts: int = 1

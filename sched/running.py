@@ -17,6 +17,8 @@ def schedule_running(state: PlannerState, budget: int) -> int:
     if not len(slots):
         return 0
     n = wanted(table, slots)
+    if state.config.num_cohorts > 1:
+        n[table.cohort[slots] != state.cohort] = 0
     threshold = state.config.long_prefill_token_threshold
     if threshold and state.contended():
         np.minimum(n, threshold, out=n)

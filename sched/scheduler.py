@@ -113,6 +113,15 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run now. Never waits."""
+        cohorts = self.config.num_cohorts
+        for _ in range(cohorts):
+            plan = self._schedule_cohort()
+            self.state.cohort = (self.state.cohort + 1) % cohorts
+            if plan is not None:
+                return plan
+        return None
+
+    def _schedule_cohort(self) -> StepPlan | None:
         state = self.state
         take_finished_loads(state)
         budget = 0 if self._pause == "keep" else self.config.max_num_batched_tokens

@@ -38,6 +38,7 @@ class SlotTable:
         self.num_blocks = zeros()  # entries of the block table in use
         self.num_registered = zeros()  # blocks whose hash was considered for the prefix cache
         self.num_drafts = zeros()  # drafts to verify in the next step
+        self.cohort = zeros()  # which turn of a pipeline plans it
         self.num_scheduled = zeros()  # scratch of schedule(): tokens given in this step
         # A new number at every change of owner: a plan's row is alive iff its epoch still fits.
         self.epoch = zeros()

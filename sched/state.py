@@ -44,6 +44,7 @@ class PlannerState:
     num_preemptions: int = 0
     prefix: PrefixStats = field(default_factory=PrefixStats)
     order: Index | None = None  # slots of `running`; None = out of date
+    cohort: int = 0  # whose turn it is; see PlannerConfig.num_cohorts
 
     def running_slots(self) -> Index:
         if self.order is None:
@@ -53,6 +54,15 @@ class PlannerState:
     def contended(self) -> bool:
         """More than one request could use the step's tokens."""
         return len(self.running) + len(self.waiting) > 1
+
+
+def cohort_is_full(state: PlannerState) -> bool:
+    """The cohort whose turn it is has its share of all requests."""
+    if state.config.num_cohorts == 1:
+        return False
+    members = np.count_nonzero(state.table.cohort[state.running_slots()] == state.cohort)
+    total = len(state.running) + len(state.waiting)
+    return int(members) >= -(-total // state.config.num_cohorts)
 
 
 def start(state: PlannerState, request: Request, hit: PrefixHit, num_tokens: int) -> int:
@@ -76,6 +86,7 @@ def start(state: PlannerState, request: Request, hit: PrefixHit, num_tokens: int
 def run(state: PlannerState, request: Request) -> None:
     """A request that owns slot and blocks joins the running ones."""
     request.status = RequestStatus.RUNNING
+    state.table.cohort[request.slot] = state.cohort
     state.running.append(request)
     state.new.append(request)
     state.order = None

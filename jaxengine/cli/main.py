@@ -141,23 +141,61 @@ def complete(
 
 
 @app.command(name="aot-check")
-def aot_check(model: str, *, target: str = "h200", block_size: int = 64, json: bool = False) -> int:
-    """What a model needs on a GPU, told by its compiler without that GPU.
+def aot_check(
+    model: str,
+    *,
+    target: str = "h200",
+    block_size: int = 64,
+    tensor_parallel_size: int = 1,
+    attention_data_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
+    enable_dbo: bool = False,
+    json: bool = False,
+) -> int:
+    """Compile a model's steps for GPUs without one, and say what fits.
 
     Parameters
     ----------
     model
-        Folder with a config.json.
+        Folder with a config.json, or that file.
     target
         h200, h100, a100 or b200.
     block_size
         Tokens in one KV block.
+    tensor_parallel_size
+        Devices that share every layer.
+    attention_data_parallel_size
+        Groups of devices that attend to different requests.
+    enable_expert_parallel
+        Divide experts over all devices.
+    enable_dbo
+        Also compile the steps as two microbatches, and show what runs beside their exchanges.
+    json
+        Print everything as JSON.
+    """
+    from jaxengine.cli.aot_check import Mesh, run_aot_check
+
+    mesh = Mesh(
+        tensor_parallel_size,
+        attention_data_parallel_size,
+        enable_expert_parallel,
+        enable_dbo=enable_dbo,
+    )
+    return run_aot_check(model, target=target, block_size=block_size, json_output=json, mesh=mesh)
+
+
+@app.command
+def models(*, json: bool = False) -> int:
+    """List the model families that run, how they are tested, and their limits.
+
+    Parameters
+    ----------
     json
         Print JSON instead of a table.
     """
-    from jaxengine.cli.aot_check import run_aot_check
+    from jaxengine.cli.models import run_models
 
-    return run_aot_check(model, target=target, block_size=block_size, json_output=json)
+    return run_models(json_output=json)
 
 
 @app.command

@@ -77,6 +77,7 @@ _POSITIVE = (
     "max_num_batched_tokens",
     "max_request_bytes",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "attention_data_parallel_size",
 )
 _NOT_NEGATIVE = (

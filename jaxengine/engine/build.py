@@ -18,10 +18,10 @@ from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.cache import cache_bytes_per_token, cache_head_axis
-from jaxengine.models.layout import StepLayout
+from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.params import param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec, Params, local_spec
-from jaxengine.parallel.mesh import DATA, TENSOR, make_devices
+from jaxengine.parallel.mesh import DATA, TENSOR, make_stages
 from jaxengine.runner.buckets import Overlap, all_buckets, in_halves, row_buckets
 from jaxengine.runner.choice import choose_attention
 from jaxengine.runner.forward import StepConfig
@@ -50,7 +50,9 @@ class Built:
     slot_shape: SlotShape
     spec: DecoderSpec
     info: dict[str, str]
-    num_shards: int = 1  # of attention data parallelism
+    num_shards: int  # of attention data parallelism
+    runner: ModelRunner  # of the executor
+    overlap: Overlap | None  # when steps run as two microbatches
 
 
 def build(config: EngineConfig) -> Built:
@@ -70,7 +72,8 @@ def build(config: EngineConfig) -> Built:
         config.runner.attention_backend, spec, kv_dtype, config.cache.block_size, on_cpu
     )
     layout = divide(config.parallel, layout, spec)
-    devices = make_devices(layout)
+    stages = make_stages(layout, config.parallel.pipeline_parallel_size)
+    devices = stages[-1]
     planner = plan_sizes(config, spec, kv_dtype, block_size, layout)
     batch_shape = BatchShape(
         num_groups=len(planner.groups),
@@ -86,19 +89,26 @@ def build(config: EngineConfig) -> Built:
     state = state_shapes(spec, batch_shape, slot_shape, kv_dtype, layout)
     buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
     shapes = param_shapes(spec, kv_dtype, layout.tensor_size)
+    leaf_specs = param_specs(spec, layout)
+    if len(stages) > 1 and spec.tie_embeddings:  # the last stage needs a copy of its own
+        shapes["head"], leaf_specs["head"] = shapes["embed"], leaf_specs["embed"]
     if config.model.quantization == "int8":
         if devices.mesh is not None:
             raise ValueError(
                 "quantization int8 is for one device; leave it or the parallel sizes out"
             )
         shapes = quantized_shapes(shapes)
-    specs = Specs(param_specs(spec, layout), cache_spec(spec, layout))
-    state = DeviceState(devices.place(state.kv, specs.kv), devices.place(state.slots, devices.data))
+    specs = Specs(leaf_specs, cache_spec(spec, layout))
+    stage_of = [
+        stages[i] for i in range(len(stages)) for _ in Stage(i, len(stages)).layers(spec.num_layers)
+    ]
+    kv = tuple(of.place(cache, specs.kv) for of, cache in zip(stage_of, state.kv, strict=True))
+    state = DeviceState(kv, devices.place(state.slots, devices.data))
     overlap = None
     if layout.dbo:
         parallel = config.parallel
         overlap = Overlap(parallel.dbo_decode_token_threshold, parallel.dbo_prefill_token_threshold)
-    programs = Programs(step, shapes, state, slot_shape, devices=devices, specs=specs)
+    programs = Programs(step, shapes, state, slot_shape, stages=stages, specs=specs)
     warmup = _warmup(config.runner.warmup)
     if warmup != "lazy":
         programs.start(first_keys(buckets, sizes), urgent=True)
@@ -108,7 +118,9 @@ def build(config: EngineConfig) -> Built:
         spec_of_leaf: Any = specs.params
         for key in path:
             spec_of_leaf = spec_of_leaf[key]
-        return devices.put(array, spec_of_leaf)
+        if path[0] == "layers":
+            return stage_of[int(path[1])].put(array, spec_of_leaf)
+        return (stages[0] if path[0] == "embed" else devices).put(array, spec_of_leaf)
 
     def load() -> Params:
         params = load_params(
@@ -120,6 +132,8 @@ def build(config: EngineConfig) -> Built:
             tensor_size=layout.tensor_size,
             expert_parallel=layout.expert_parallel,
         )
+        if "head" in shapes and "head" not in params:
+            params["head"] = devices.put(params["embed"], leaf_specs["head"])
         return quantize_params(params) if config.model.quantization == "int8" else params
 
     try:
@@ -149,13 +163,30 @@ def build(config: EngineConfig) -> Built:
         "programs": f"{len(buckets)} buckets, warm-up {warmup}",
         "seconds": f"{loaded - started:.1f} load, {time.monotonic() - loaded:.1f} after",
     }
-    return Built(executor, planner, batch_shape, slot_shape, spec, info, layout.data_size)
+    return Built(
+        executor,
+        planner,
+        batch_shape,
+        slot_shape,
+        spec,
+        info,
+        layout.data_size,
+        runner,
+        overlap,
+    )
 
 
 def divide(parallel: ParallelConfig, layout: StepLayout, spec: DecoderSpec) -> StepLayout:
     """The layout over the asked mesh. Raises ValueError naming the setting and the numbers."""
     tensor, data = parallel.tensor_parallel_size, parallel.attention_data_parallel_size
-    for name in ("tensor_parallel_size", "attention_data_parallel_size"):
+    stages = parallel.pipeline_parallel_size
+    if stages > spec.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size {stages} is more than the {spec.num_layers} layers"
+        )
+    for name in (
+        "tensor_parallel_size", "attention_data_parallel_size", "pipeline_parallel_size"
+    ):  # fmt: skip
         if getattr(parallel, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(parallel, name)}")
     experts = parallel.enable_expert_parallel
@@ -187,6 +218,7 @@ def cache_spec(spec: DecoderSpec, layout: StepLayout) -> PartitionSpec:
 def _offer_cpu_devices(parallel: ParallelConfig) -> None:
     """On CPU a mesh is made of host devices, which must be asked for before JAX's first use."""
     wanted = parallel.tensor_parallel_size * parallel.attention_data_parallel_size
+    wanted *= parallel.pipeline_parallel_size
     if wanted > 1 and os.environ.get("JAX_PLATFORMS", "") == "cpu":
         try:
             known = int(getattr(jax.config, "jax_num_cpu_devices", -1))
@@ -223,7 +255,7 @@ def plan_sizes(
 ) -> PlannerConfig:
     """Resolve every size the planner needs; raises ValueError naming the setting."""
     on_cpu = jax.default_backend() == "cpu"
-    sched, cache = config.scheduler, config.cache
+    sched, cache, stages = config.scheduler, config.cache, config.parallel.pipeline_parallel_size
     max_num_seqs = sched.max_num_seqs or (64 if on_cpu else 256)
     budget = sched.max_num_batched_tokens or (1024 if on_cpu else 8192)
     if max_num_seqs < 1 or budget < 1:
@@ -248,6 +280,8 @@ def plan_sizes(
     num_blocks = cache.num_gpu_blocks_override
     if num_blocks is None:
         room = cache.kv_cache_memory_bytes or _kv_room(on_cpu, cache.gpu_memory_utilization)
+        if not on_cpu:  # of one device, which has a share of every block
+            room *= layout.tensor_size * stages
         most = -(-max_model_len // block_size) * max_num_seqs
         num_blocks = min(room // block_bytes, most)
     if num_blocks < 1:
@@ -275,6 +309,7 @@ def plan_sizes(
         long_prefill_token_threshold=sched.long_prefill_token_threshold,
         policy=sched.scheduling_policy,
         async_scheduling=sched.async_scheduling,
+        num_cohorts=stages if sched.async_scheduling else 1,
         watermark=sched.watermark,
     )
 

@@ -33,7 +33,9 @@ from jaxengine.engine.messages import (
 )
 from jaxengine.engine.packer import Packer, pack_step
 from jaxengine.engine.results import PromptLogprobs, logprobs_of
-from jaxengine.executor.base import Batch
+from jaxengine.executor.base import Batch, Executor
+from jaxengine.executor.worker import WorkerExecutor
+from jaxengine.executor.worker_build import WorkerBuilt, build_worker
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
@@ -41,6 +43,7 @@ from jaxengine.sched.sharded import ShardedScheduler
 from jaxengine.sched.updates import RequestUpdate, UpdateBatch
 
 if TYPE_CHECKING:
+    from jaxengine.engine.build import Built
     from jaxengine.engine.kv_events import KVEventPublisher
 
 log = logging.getLogger(__name__)
@@ -63,27 +66,21 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig) -> None:
         """Load, compile and allocate. Raises ValueError and the loader's errors."""
-        platform.setup()
-        # JAX must not be imported before platform.setup().
-        from jaxengine.engine.build import build
-
-        built = build(config)
+        built = _build(config)
         self.config = config
         self.built = built
-        self.executor = built.executor
-        self.depth = 2 if config.scheduler.async_scheduling else 1
+        self.executor: Executor = built.executor
+        # With fault tolerance the device is another process's, and this one holds no JAX.
+        self._worker = built.executor if isinstance(built.executor, WorkerExecutor) else None
+        # One step more than there are stages: each has work while the next is planned.
+        stages = config.parallel.pipeline_parallel_size
+        self.depth = 1 + stages if config.scheduler.async_scheduling else 1
         self._events = _event_publisher(config)
         shards = range(built.num_shards)
-        self._shards = [
-            Scheduler(built.planner, record_events=self._events is not None) for _ in shards
-        ]
         self._packers = [
             Packer(built.batch_shape, built.slot_shape, config.model.seed + i) for i in shards
         ]
-        # What is asked of the shards together.
-        self.scheduler: Scheduler | ShardedScheduler = (
-            self._shards[0] if len(shards) == 1 else ShardedScheduler(self._shards)
-        )
+        self._plan_afresh()
         self._inflight: deque[InFlight] = deque()
         self._grammars = Grammars(config, built.spec.vocab_size)
         self._sleep_level = 0
@@ -91,6 +88,18 @@ class EngineCore:
         self._prompt_logprobs = PromptLogprobs()
         self._stats = EngineStats(
             pipeline_depth=self.depth, num_blocks=built.planner.num_blocks * len(shards)
+        )
+
+    def _plan_afresh(self) -> None:
+        """Schedulers without requests, over empty pools."""
+        record = self._events is not None
+        self._shards = [
+            Scheduler(self.built.planner, record_events=record)
+            for _ in range(self.built.num_shards)
+        ]
+        # What is asked of the shards together.
+        self.scheduler: Scheduler | ShardedScheduler = (
+            self._shards[0] if len(self._shards) == 1 else ShardedScheduler(self._shards)
         )
 
     # -- requests ---------------------------------------------------------------------------
@@ -232,6 +241,56 @@ class EngineCore:
             output.error = NAN_ERROR
         return output
 
+    # -- faults -----------------------------------------------------------------------------
+
+    @property
+    def worker_alive(self) -> bool:
+        return self._worker is None or self._worker.alive
+
+    @property
+    def epoch(self) -> int:
+        """How often the worker process was replaced."""
+        return 0 if self._worker is None else self._worker.epoch
+
+    def watch_worker(self, on_end: Callable[[], None]) -> None:
+        """`on_end` is called, in another thread, when the worker process is gone."""
+        if self._worker is not None:
+            self._worker.watch(on_end)
+
+    def check_worker(self) -> None:
+        """Raises WorkerDied if it did."""
+        if self._worker is not None:
+            self._worker.check()
+
+    def on_fault(self) -> None:
+        """A step failed: end every request, forget every prefix and what is in flight. Asks
+        nothing of the device. No outputs are made; the caller knows whom to tell."""
+        self._inflight.clear()
+        self._outputs.clear()
+        self._prompt_logprobs = PromptLogprobs()
+        try:
+            self.scheduler.on_fault()
+            self.scheduler.abort()
+            self.scheduler.check_integrity()
+            self._publish_events()
+        except Exception:  # noqa: BLE001 - the fault may have been in the planner itself
+            log.exception("the fault broke the planner's books; they are begun anew")
+            self._plan_afresh()
+
+    def recover(self, respawn: bool) -> None:
+        """After `on_fault`: an empty device state; with `respawn`, in a new worker process.
+
+        Raises what the executor raises; may be called again then.
+        """
+        if respawn:
+            if self._worker is None:
+                raise ValueError("respawn needs --enable-fault-tolerance")
+            self._worker.respawn()
+            if self._sleep_level:
+                self._worker.sleep(self._sleep_level)
+        elif not self._sleep_level:  # who sleeps has no state to lose
+            self.executor.reset()
+
     # -- figures and calls ------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
@@ -318,6 +377,16 @@ class EngineCore:
         if self._events is not None:
             self._events.close()
         self.executor.shutdown()
+
+
+def _build(config: EngineConfig) -> Built | WorkerBuilt:
+    if config.fault.enable_fault_tolerance:
+        return build_worker(config)
+    platform.setup()
+    # JAX must not be imported before platform.setup().
+    from jaxengine.engine.build import build
+
+    return build(config)
 
 
 def _refusal(request_id: str, reason: str) -> EngineOutput:

@@ -39,7 +39,15 @@ def quantize_params(params: Params) -> Params:
 
 
 def quantized_shapes(shapes: Params) -> Params:
-    """What `quantize_params` makes of a tree of ShapeDtypeStructs."""
+    """What `quantize_params` makes of a tree of ShapeDtypeStructs.
+
+    Raises ValueError for models with experts or latent attention.
+    """
+    for layer in shapes["layers"]:
+        missing = [name for name in MATRICES if name not in layer]
+        if missing:
+            what = "latent attention" if "qkv" in missing else "experts"
+            raise ValueError(f"quantization int8 is not supported for models with {what}")
 
     def pair(leaf: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         return (

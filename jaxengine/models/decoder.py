@@ -19,12 +19,13 @@ from jaxengine.layers.moe_steps import Half, expert_layer
 from jaxengine.layers.norm import rms_norm
 from jaxengine.layers.parallel import gather_columns, lookup, row_parallel
 from jaxengine.layers.rope import apply_rope, rope_tables
-from jaxengine.models.layout import StepLayout
+from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.params import param_shapes as param_shapes
 from jaxengine.models.spec import DecoderSpec, Params, RopeSpec, local_spec
 from jaxengine.parallel.overlap import DenseLayer, ExpertLayer, interleave
 
 KV = tuple[LayerCache, ...]  # by layer
+WHOLE = Stage()
 Tables = tuple[Array, Array]  # cos and sin of every position
 
 
@@ -54,7 +55,7 @@ def head(
     layout: StepLayout | None = None,
 ) -> Float[Array, "R V"]:
     """Float32 logits of final hidden states."""
-    logits = linear(hidden, params.get("head", params["embed"]))
+    logits = linear(hidden, params["head"] if "head" in params else params["embed"])
     if layout is not None and layout.tensor_axis:
         logits = gather_columns(logits, layout)[:, : spec.vocab_size]
     if spec.logit_scale != 1.0:
@@ -68,13 +69,16 @@ def decode(
     spec: DecoderSpec,
     params: Params,
     kv: KV,
-    token_ids: Int[Array, "T"],
+    inputs: Int[Array, "T"] | Float[Array, "T D"],
     plan: AttentionPlan,
     layout: StepLayout,
+    stage: Stage = WHOLE,
 ) -> tuple[Float[Array, "T D"], KV]:
-    """Run all layers over the step's tokens; returns final-normed hidden states and the cache.
+    """Run the stage's layers over the step's tokens; returns hidden states and the cache.
 
-    Inside a shard_map, `params` and `kv` are this device's and `spec` the whole model's.
+    `inputs` are token ids for the first stage, else the stage before's hidden states; the last
+    stage's are final-normed. `params["layers"]` and `kv` are the stage's. Inside a shard_map they
+    are this device's, and `spec` the whole model's.
     """
     data = layout.data_size if layout.data_axis else 1
     local = spec
@@ -85,19 +89,24 @@ def decode(
             expert_parallel=layout.expert_parallel,
             devices=layout.tensor_size * data,
         )
-    x = embed(local, params, token_ids, layout)
+    x = embed(local, params, inputs, layout) if stage.is_first else inputs
+    layers = stage.layers(local.num_layers)
     if layout.dbo:
-        x, kv = _in_halves(local, layout, params, kv, x, plan)
-        return _norm(local, x, params["final_norm"]), kv
+        x, kv = _in_halves(local, layout, params, kv, x, plan, layers.start)
+        return _ended(local, x, params, stage), kv
     plan = _with_work(local, layout, plan, kv)
     tables = _rope_tables(local, plan.positions)
-    valid = jnp.arange(token_ids.shape[0]) < plan.num_tokens if local.moe is not None else None
+    valid = jnp.arange(inputs.shape[0]) < plan.num_tokens if local.moe is not None else None
     written = []
-    for i, (layer, cache) in enumerate(zip(params["layers"], kv, strict=True)):
+    for i, layer, cache in zip(layers, params["layers"], kv, strict=True):
         kind, of_layer = _kind(local, i), _tables_of(local, i, tables)
         x, cache = _layer(local, layout, kind, x, layer, cache, plan, of_layer, valid)
         written.append(cache)
-    return _norm(local, x, params["final_norm"]), tuple(written)
+    return _ended(local, x, params, stage), tuple(written)
+
+
+def _ended(spec: DecoderSpec, x: Array, params: Params, stage: Stage) -> Array:
+    return _norm(spec, x, params["final_norm"]) if stage.is_last else x
 
 
 def _in_halves(
@@ -107,6 +116,7 @@ def _in_halves(
     kv: KV,
     x: Float[Array, "T D"],
     plan: AttentionPlan,
+    first_layer: int,
 ) -> tuple[Float[Array, "T D"], KV]:
     """The layers over two microbatches out of phase (dual-batch overlap)."""
     cut = cut_of(plan.num_tokens)
@@ -119,7 +129,7 @@ def _in_halves(
         for part, of in zip(split(x, cut), plans, strict=True)
     ]
     layers: list[ExpertLayer | DenseLayer] = []
-    for i, p in enumerate(params["layers"]):
+    for i, p in enumerate(params["layers"], first_layer):
         kind = _kind(spec, i)
 
         def attend(

@@ -9,6 +9,28 @@ CacheLayout = Literal["token_major", "head_major"]
 
 
 @dataclass(frozen=True)
+class Stage:
+    """One of `count` consecutive parts of the layers (pipeline parallelism)."""
+
+    index: int = 0
+    count: int = 1
+
+    def layers(self, num_layers: int) -> range:
+        """The stage's layers; sizes differ by one at most."""
+        return range(
+            self.index * num_layers // self.count, (self.index + 1) * num_layers // self.count
+        )
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
+@dataclass(frozen=True)
 class StepLayout:
     """Single device, token-major (the CPU's) unless said otherwise.
 

@@ -70,6 +70,21 @@ class Devices:
         return jax.device_put(array, NamedSharding(self.mesh, spec))
 
 
+def make_stages(layout: StepLayout, count: int) -> list[Devices]:
+    """The devices of every pipeline stage; each stage has a mesh of its own."""
+    if count == 1:
+        return [make_devices(layout)]
+    size = layout.data_size * layout.tensor_size
+    found = jax.devices()
+    if len(found) < size * count:
+        raise ValueError(
+            f"pipeline_parallel_size {count} of stages of {size} devices needs {size * count}, "
+            f"but there are {len(found)}"
+        )
+    grids = np.asarray(found[: size * count]).reshape(count, layout.data_size, layout.tensor_size)
+    return [Devices(Mesh(grid, (DATA, TENSOR)), layout.data_size) for grid in grids]
+
+
 def make_devices(layout: StepLayout, found: Any = None) -> Devices:
     """The mesh over `found` (default: JAX's devices). Raises ValueError when there are fewer
     devices than the layout asks for."""

@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxengine.layers.attention import AttentionPlan
-from jaxengine.models.decoder import KV, decode
-from jaxengine.models.layout import StepLayout
+from jaxengine.models.decoder import KV, WHOLE, decode
+from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.sched.batch import HEADER, BatchShape, Bucket, Layout, layout_of
 
@@ -46,17 +46,26 @@ def forward(
     bucket: Bucket,
     params: Params,
     kv: KV,
-    last_token: Int[Array, "R"],
+    last_token: Int[Array, "R"] | Float[Array, "T D"],
     blob: Int[Array, "B"],
-) -> tuple[KV, ForwardOutput]:
-    """Run one packed batch (`jaxengine.sched.batch`). `kv` is donated."""
+    stage: Stage = WHOLE,
+) -> tuple[KV, ForwardOutput | Float[Array, "T D"]]:
+    """Run one packed batch (`jaxengine.sched.batch`). `kv` is donated.
+
+    With pipeline stages: all but the first take hidden states in the place of `last_token`, and
+    all but the last give hidden states only.
+    """
     part = sections(layout_of(bucket, config.shape), blob)
     header = dict(zip(HEADER, part["header"], strict=True))
     rows = part["slots"].shape[0]
-    # Decode rows are the first tokens; their input is the last token of their slot.
-    last = last_token.at[part["slots"]].get(mode="fill", fill_value=0)
-    ids = part["token_ids"]
-    ids = ids.at[:rows].set(jnp.where(jnp.arange(rows) < header["num_decode"], last, ids[:rows]))
+    if stage.is_first:
+        # Decode rows are the first tokens; their input is the last token of their slot.
+        last = last_token.at[part["slots"]].get(mode="fill", fill_value=0)
+        ids = part["token_ids"]
+        known = ids[:rows]
+        inputs = ids.at[:rows].set(jnp.where(jnp.arange(rows) < header["num_decode"], last, known))
+    else:
+        inputs = last_token
     plan = AttentionPlan(
         positions=part["positions"],
         kv_slot=part["kv_slot"],
@@ -68,7 +77,10 @@ def forward(
         items=part.get("items"),
         num_items=header["num_items"],
     )
-    hidden, kv = decode(config.spec, params, kv, ids, plan, replace(config.layout, dbo=bucket.dbo))
+    layout = replace(config.layout, dbo=bucket.dbo)
+    hidden, kv = decode(config.spec, params, kv, inputs, plan, layout, stage)
+    if not stage.is_last:
+        return kv, hidden
     picked = hidden[part["logits_index"]]
     sizes = (rows,) if bucket.decode_only else config.row_buckets
     out = {size: picked[:size] for size in sizes}

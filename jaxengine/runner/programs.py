@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxengine.models.decoder import KV
+from jaxengine.models.layout import Stage
 from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.forward import ForwardOutput, StepConfig, forward
@@ -60,14 +61,16 @@ class Programs:
         state: DeviceState,
         slot_shape: SlotShape,
         threads: int = 2,
-        devices: Devices | None = None,
+        stages: Sequence[Devices] = (Devices(),),
         specs: Specs | None = None,
     ) -> None:
+        """`stages` are the devices of the pipeline's stages; samplers run on the last."""
         self._config = config
         self._params = params
         self._state = state
         self._slot_shape = slot_shape
-        self._devices = devices or Devices()
+        self._stages = stages
+        self._devices = stages[-1]
         self._specs = specs or Specs(P(), P())
         self._urgent = ThreadPoolExecutor(threads, "compile")
         # Half the threads: tracing holds the interpreter, which requests need too.
@@ -145,33 +148,75 @@ class Programs:
 
     def _compile(self, key: Key) -> Any:
         started = time.monotonic()
-        compiled = self._lowered(key).compile()
+        compiled: Any
+        if isinstance(key.size, Bucket) and len(self._stages) > 1:
+            compiled = self._pipeline(key.size)
+        else:
+            compiled = self._lowered(key).compile()
         self.num_compiled += 1
         seconds = time.monotonic() - started
         log.info("program %d ready: %s, %.1f s", self.num_compiled, _describe(key), seconds)
         return compiled
+
+    def _pipeline(self, bucket: Bucket) -> Callable[..., Any]:
+        """All stages of a forward as one call. Nothing in it waits for a device: while a stage
+        works on this step, the one before may already work on the next."""
+        count, num_layers = len(self._stages), self._config.spec.num_layers
+        stages = [Stage(i, count) for i in range(count)]
+        programs = [self._lowered_stage(bucket, stage).compile() for stage in stages]
+
+        def run(params: Params, kv: KV, last_token: Array, blob: Any) -> tuple[KV, Any]:
+            written: KV = ()
+            carry: Any = last_token
+            for stage, program, devices in zip(stages, programs, self._stages, strict=True):
+                layers = stage.layers(num_layers)
+                carry = devices.put(carry, devices.data)
+                part, carry = program(
+                    stage_params(params, stage, num_layers),
+                    kv[layers.start : layers.stop],
+                    carry,
+                    blob,
+                )
+                written += part
+            return written, carry
+
+        return run
+
+    def _lowered_stage(self, bucket: Bucket, stage: Stage) -> Any:
+        config, devices = self._config, self._stages[stage.index]
+        data, kv_spec, num_layers = devices.data, self._specs.kv, config.spec.num_layers
+        layers = stage.layers(num_layers)
+
+        def run_forward(
+            params: Params, kv: KV, carry: Array, blob: Array
+        ) -> tuple[KV, ForwardOutput | Array]:
+            return forward(config, bucket, params, kv, carry, blob, stage)
+
+        carry: Any = self._state.slots.last_token
+        if stage.count > 1:  # it comes from other devices
+            carry = jax.ShapeDtypeStruct(carry.shape, carry.dtype)
+        if not stage.is_first:
+            tokens = devices.num_shards * bucket.tokens
+            carry = jax.ShapeDtypeStruct((tokens, config.spec.hidden_size), jnp.float32)
+        return devices.lower(
+            run_forward,
+            (
+                stage_params(self._params, stage, num_layers),
+                self._state.kv[layers.start : layers.stop],
+                carry,
+                _ints(devices.num_shards * layout_of(bucket, config.shape).size),
+            ),
+            (stage_params(self._specs.params, stage, num_layers), kv_spec, data, data),
+            (kv_spec, data),
+            donate=(1,),
+        )
 
     def _lowered(self, key: Key) -> Any:
         config, slots, devices = self._config, self._state.slots, self._devices
         data, shards = devices.data, devices.num_shards
         width = config.spec.hidden_size
         if isinstance(key.size, Bucket):
-            bucket = key.size
-
-            def run_forward(
-                params: Params, kv: KV, last_token: Array, blob: Array
-            ) -> tuple[KV, ForwardOutput]:
-                return forward(config, bucket, params, kv, last_token, blob)
-
-            blob = _ints(shards * layout_of(bucket, config.shape).size)
-            kv_specs = self._specs.kv
-            return devices.lower(
-                run_forward,
-                (self._params, self._state.kv, slots.last_token, blob),
-                (self._specs.params, kv_specs, data, data),
-                (kv_specs, data),
-                donate=(1,),
-            )
+            return self._lowered_stage(key.size, Stage())
         if key.kind == "seed":
             shape = self._slot_shape
 
@@ -208,6 +253,19 @@ class Programs:
         )
 
 
+def stage_params(params: Any, stage: Stage, num_layers: int) -> Any:
+    """The leaves of one stage; a spec for all leaves stays as it is."""
+    if stage.count == 1 or not isinstance(params, dict):
+        return params
+    layers = stage.layers(num_layers)
+    part = {"layers": params["layers"][layers.start : layers.stop]}
+    if stage.is_first:
+        part["embed"] = params["embed"]
+    if stage.is_last:
+        part |= {"final_norm": params["final_norm"], "head": params["head"]}
+    return part
+
+
 def _yield_to_others() -> None:
     """Compile at low priority: requests are served meanwhile."""
     if hasattr(os, "setpriority"):
@@ -224,7 +282,8 @@ def head_params(params: Any) -> Any:
     """The leaves that the output head reads; a spec for all leaves stays as it is."""
     if not isinstance(params, dict):
         return params
-    return {name: params[name] for name in ("head", "embed") if name in params}
+    name = "head" if "head" in params else "embed"
+    return {name: params[name]} if name in params else {}
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

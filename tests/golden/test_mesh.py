@@ -1,5 +1,6 @@
-"""Reference outputs on 2, 4 and 8 host devices: tensor, expert and attention-data parallelism and
-mixtures, with and without dual-batch overlap, through every exchange that a CPU can run."""
+"""Reference outputs on 2, 4 and 8 host devices: tensor, expert, pipeline and attention-data
+parallelism and mixtures, with and without dual-batch overlap, through every exchange that a CPU
+can run."""
 
 import json
 import pathlib
@@ -27,6 +28,7 @@ QUICK = [
     experts("mixtral", 2, 2, all2all_backend="all_to_all", **DBO),
     experts("deepseek-v3", 4, 1, all2all_backend="allgather"),
     experts("gpt-oss", 1, 2, **DBO),
+    case("llama", pipeline_parallel_size=2),
 ]
 DENSE = (
     "llama llama-gqa-tied-bias llama3-rope llama-yarn llama-linear-rope mistral-window qwen2 qwen3 "
@@ -39,6 +41,8 @@ ALL = [
     for tensor, data in ((2, 1), (1, 2), (4, 1), (2, 4))
     if not (family == "llama-gqa-tied-bias" and tensor > 1)  # 6 heads over 3 kv heads
 ]
+ALL += [case(family, pipeline_parallel_size=2, tensor=2) for family in ("llama", "gemma3", "phi3")]
+ALL += [experts(family, 2, 1, pipeline_parallel_size=2) for family in ("mixtral", "deepseek-v3")]
 ALL += [case("llama-gqa-tied-bias", tensor=3)]
 ALL += [
     experts(family, tensor, data, all2all_backend=backend, **overlap)
@@ -47,6 +51,7 @@ ALL += [
     for backend in ("allgather", "all_to_all")
     for overlap in ({}, DBO)
 ]
+ALL += [case(f, pipeline_parallel_size=4) for f in ("smollm3", "mixtral")]
 ALL += [case(family, tensor, data) for family in MOE for tensor, data in ((2, 1), (2, 2))]
 
 
