@@ -93,6 +93,14 @@ class ParallelConfig:
     """Divide experts, not their columns, over all devices."""
     all2all_backend: Literal["auto", "allgather", "all_to_all", "ragged"] = "auto"
     """How tokens travel to their experts; auto: by size."""
+    nnodes: int = 1
+    """Processes (on one or several machines) that together are one engine."""
+    node_rank: int = 0
+    """This process; 0 serves and drives, the others follow."""
+    master_addr: str = "127.0.0.1"
+    """Where node 0 can be reached."""
+    master_port: int = 29500
+    """Port of node 0 for jax.distributed; the next one carries the steps."""
     enable_dbo: bool = False
     """Dual-batch overlap: two microbatches out of phase hide the experts' communication."""
     dbo_decode_token_threshold: int = 32

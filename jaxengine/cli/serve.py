@@ -10,9 +10,13 @@ from jaxengine.engine import wire
 
 def run_server(config: EngineConfig, stub: bool = False) -> int:
     """Serve until told to stop; returns the exit code (see `jaxengine.server.run.serve`)."""
+    setup_logging(config.server.log_level)
+    if config.parallel.node_rank > 0:  # node 0 serves
+        from jaxengine.executor.nodes import run_follower
+
+        return run_follower(config)
     from jaxengine.server.run import serve
 
-    setup_logging(config.server.log_level)
     return serve(config, wire.STUB_CORE if stub else wire.DEFAULT_CORE)
 
 

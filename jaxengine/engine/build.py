@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxengine import platform
 from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.executor.inline import InlineExecutor
+from jaxengine.executor.nodes import LeadingRunner, join_nodes
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.cache import cache_bytes_per_token, cache_head_axis
 from jaxengine.models.layout import Stage, StepLayout
@@ -62,6 +63,7 @@ def build(config: EngineConfig) -> Built:
     """
     started = time.monotonic()
     _offer_cpu_devices(config.parallel)
+    join_nodes(config.parallel)
     _use_compilation_cache(config.runner.compilation_cache_dir)
     files = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
     spec = load_spec(files)
@@ -153,6 +155,8 @@ def build(config: EngineConfig) -> Built:
     except BaseException:
         programs.shutdown()
         raise
+    if config.parallel.nnodes > 1 and config.parallel.node_rank == 0:
+        executor = InlineExecutor(LeadingRunner(runner, config), sizes, overlap)
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     info = {
         "model": files.name,
@@ -180,6 +184,9 @@ def divide(parallel: ParallelConfig, layout: StepLayout, spec: DecoderSpec) -> S
     """The layout over the asked mesh. Raises ValueError naming the setting and the numbers."""
     tensor, data = parallel.tensor_parallel_size, parallel.attention_data_parallel_size
     stages = parallel.pipeline_parallel_size
+    devices = tensor * data * stages
+    if parallel.nnodes > 1 and devices % parallel.nnodes:
+        raise ValueError(f"{devices} devices cannot be shared by nnodes {parallel.nnodes}")
     if stages > spec.num_layers:
         raise ValueError(
             f"pipeline_parallel_size {stages} is more than the {spec.num_layers} layers"
@@ -218,7 +225,7 @@ def cache_spec(spec: DecoderSpec, layout: StepLayout) -> PartitionSpec:
 def _offer_cpu_devices(parallel: ParallelConfig) -> None:
     """On CPU a mesh is made of host devices, which must be asked for before JAX's first use."""
     wanted = parallel.tensor_parallel_size * parallel.attention_data_parallel_size
-    wanted *= parallel.pipeline_parallel_size
+    wanted = wanted * parallel.pipeline_parallel_size // parallel.nnodes
     if wanted > 1 and os.environ.get("JAX_PLATFORMS", "") == "cpu":
         try:
             known = int(getattr(jax.config, "jax_num_cpu_devices", -1))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxengine.executor.base import Batch
+from jaxengine.executor.nodes import LeadingRunner
 from jaxengine.runner.buckets import Overlap, choose
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
@@ -17,7 +18,10 @@ class InlineExecutor:
     """A `ModelRunner` behind the Executor protocol."""
 
     def __init__(
-        self, runner: ModelRunner, row_sizes: tuple[int, ...], overlap: Overlap | None = None
+        self,
+        runner: ModelRunner | LeadingRunner,
+        row_sizes: tuple[int, ...],
+        overlap: Overlap | None = None,
     ) -> None:
         self._runner = runner
         self._row_sizes = row_sizes
@@ -69,6 +73,10 @@ class InlineExecutor:
             self._runner.programs.start([Key("sample", sizes[0])])
         return (ready or sizes)[0]
 
+    @property
+    def runner(self) -> ModelRunner | LeadingRunner:
+        return self._runner
+
     def submit(self, batch: Batch) -> Any:
         return self._runner.submit(batch)
 
@@ -105,7 +113,7 @@ class InlineExecutor:
         self._runner.programs.wait()
 
     def shutdown(self) -> None:
-        self._runner.programs.shutdown()
+        self._runner.close()
 
     def _ready(self, kind: Any, size: Bucket | int) -> bool:
         return self._runner.programs.ready(Key(kind, size))

@@ -23,6 +23,18 @@ class Devices:
 
     mesh: Mesh | None = None
     num_shards: int = 1  # of attention data parallelism
+    several_processes: bool = False  # of jax.distributed
+
+    def fetched(self, rows: Any) -> Any:
+        """Inside a program: rows that the host will read; every process needs those of all."""
+        if not self.several_processes or self.num_shards == 1:
+            return rows
+        return jax.lax.all_gather(rows, DATA, tiled=True)
+
+    @property
+    def fetch(self) -> P:
+        """The spec of what `fetched` gives."""
+        return P() if self.several_processes else self.data
 
     @property
     def data(self) -> P:
@@ -82,7 +94,8 @@ def make_stages(layout: StepLayout, count: int) -> list[Devices]:
             f"but there are {len(found)}"
         )
     grids = np.asarray(found[: size * count]).reshape(count, layout.data_size, layout.tensor_size)
-    return [Devices(Mesh(grid, (DATA, TENSOR)), layout.data_size) for grid in grids]
+    several = jax.process_count() > 1
+    return [Devices(Mesh(grid, (DATA, TENSOR)), layout.data_size, several) for grid in grids]
 
 
 def make_devices(layout: StepLayout, found: Any = None) -> Devices:
@@ -98,4 +111,4 @@ def make_devices(layout: StepLayout, found: Any = None) -> Devices:
             f"{layout.data_size} needs {wanted} devices, but there are {len(found)}"
         )
     grid = np.asarray(found[:wanted]).reshape(layout.data_size, layout.tensor_size)
-    return Devices(Mesh(grid, (DATA, TENSOR)), layout.data_size)
+    return Devices(Mesh(grid, (DATA, TENSOR)), layout.data_size, jax.process_count() > 1)

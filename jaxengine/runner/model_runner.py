@@ -117,6 +117,10 @@ class ModelRunner:
         """Fresh device state; parameters and programs stay."""
         self._state = new_state(self._shapes)
 
+    def close(self) -> None:
+        """No more programs are compiled."""
+        self.programs.shutdown()
+
     def sleep(self, level: int) -> None:
         """1: weights move to host memory; 2: they are dropped. The KV pool is dropped."""
         self._state = None

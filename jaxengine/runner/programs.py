@@ -231,16 +231,17 @@ class Programs:
         if key.kind == "score":
 
             def run_score(params: Params, hidden: Array, targets: Array) -> Array:
-                return score_prompt(config, params, hidden, targets)
+                return devices.fetched(score_prompt(config, params, hidden, targets))
 
             targets = _ints(shards * size)
             specs = (head_specs, data, data)
-            return devices.lower(run_score, (head, hidden, targets), specs, data)
+            return devices.lower(run_score, (head, hidden, targets), specs, devices.fetch)
 
         def run_sample(
             params: Params, slots: SlotState, hidden: Array, blob: Array, mask: Array
         ) -> tuple[SlotState, Array]:
-            return sample_rows(config, size, params, slots, hidden, blob, mask)
+            slots, rows = sample_rows(config, size, params, slots, hidden, blob, mask)
+            return slots, devices.fetched(rows)
 
         mask = _ints(shards * size, -(-config.spec.vocab_size // 32))
         rows = _ints(shards * rows_layout(size).size)
@@ -248,7 +249,7 @@ class Programs:
             run_sample,
             (head, slots, hidden, rows, mask),
             (head_specs, data, data, data, data),
-            (data, data),
+            (data, devices.fetch),
             donate=(1,),
         )
 

@@ -1,0 +1,196 @@
+"""One engine over several processes of `jax.distributed`: node 0 drives, the others follow.
+
+Every process must run the same programs in the same order. Node 0 plans, and sends each command
+(a packed batch, its masks, a reset) to the others before it runs it itself; they run what comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from jaxengine.config import EngineConfig, ParallelConfig
+from jaxengine.executor.base import Batch
+from jaxengine.executor.worker_messages import Array, Call, Sample, Stop, Submit, WireBatch
+from jaxengine.sched.batch import Bucket
+from jaxengine.sched.plan import Int32, StepResult
+
+if TYPE_CHECKING:
+    from jaxengine.runner.model_runner import Handle, ModelRunner
+    from jaxengine.runner.programs import Programs
+
+log = logging.getLogger(__name__)
+
+JOIN_SECONDS = 600  # all nodes load and compile first
+_POLL_MS = 1000
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Submit | Sample | Call | Stop).decode
+
+
+def join_nodes(parallel: ParallelConfig) -> None:
+    """Become one process of the group. Must come before JAX's first use of a device.
+
+    Raises ValueError for settings that do not fit together.
+    """
+    if parallel.nnodes == 1:
+        return
+    if not 0 <= parallel.node_rank < parallel.nnodes:
+        raise ValueError(f"node_rank must be from 0 to {parallel.nnodes - 1}")
+    import jax
+
+    if os.environ.get("JAX_PLATFORMS", "") == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"{parallel.master_addr}:{parallel.master_port}", parallel.nnodes, parallel.node_rank
+    )
+
+
+def digest(config: EngineConfig) -> bytes:
+    """Of what must be equal on all nodes."""
+    parallel = {k: v for k, v in asdict(config.parallel).items() if k != "node_rank"}
+    parts = [asdict(config.cache), asdict(config.scheduler), parallel, config.model.dtype]
+    return hashlib.sha256(msgspec.json.encode(parts)).digest()
+
+
+def _address(parallel: ParallelConfig) -> str:
+    return f"tcp://{parallel.master_addr}:{parallel.master_port + 1}"
+
+
+class LeadingRunner:
+    """Node 0's `ModelRunner`: tells the others first."""
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        """Waits until all nodes are there. Raises RuntimeError when one does not come or is
+        configured differently."""
+        self._runner = runner
+        self._steps = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.bind(_address(config.parallel))
+        self._others = [_name(rank) for rank in range(1, config.parallel.nnodes)]
+        self._welcome(digest(config))
+
+    def _welcome(self, expected: bytes) -> None:
+        missing, deadline = set(self._others), time.monotonic() + JOIN_SECONDS
+        while missing:
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._socket.poll(int(left * 1000)):
+                raise RuntimeError(f"nodes did not join: {', '.join(map(bytes.decode, missing))}")
+            name, told = self._socket.recv_multipart()[:2]
+            if told != expected:
+                raise RuntimeError(
+                    f"{name.decode(errors='replace')} has other settings than node 0"
+                )
+            missing.discard(name)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self._runner.buckets
+
+    @property
+    def programs(self) -> Programs:
+        return self._runner.programs
+
+    def _tell(self, command: Submit | Sample | Call | Stop) -> None:
+        data = _encode(command)
+        for name in self._others:
+            self._socket.send_multipart([name, data])
+
+    def submit(self, batch: Batch) -> tuple[int, Handle]:
+        self._steps += 1
+        self._tell(Submit(self._steps, WireBatch.of(batch)))
+        return self._steps, self._runner.submit(batch)
+
+    def sample(self, handle: tuple[int, Handle], mask: Int32) -> None:
+        self._tell(Sample(handle[0], Array.of(mask)))
+        self._runner.sample(handle[1], mask)
+
+    def result(self, handle: tuple[int, Handle]) -> list[StepResult]:
+        return self._runner.result(handle[1])
+
+    def reset(self) -> None:
+        self._tell(Call(0, "reset"))
+        self._runner.reset()
+
+    def sleep(self, level: int) -> None:
+        self._tell(Call(0, "sleep", [level]))
+        self._runner.sleep(level)
+
+    def wake_up(self) -> None:
+        self._tell(Call(0, "wake_up"))
+        self._runner.wake_up()
+
+    def close(self) -> None:
+        """The others end too."""
+        self._runner.close()
+        self._tell(Stop())
+        self._socket.close(linger=2000)
+        self._context.term()
+
+
+def _name(rank: int) -> bytes:
+    return f"node {rank}".encode()
+
+
+def run_follower(config: EngineConfig) -> int:
+    """A node that follows: load, join, run what node 0 says. Returns the exit code."""
+    from jaxengine import platform
+
+    platform.setup()
+    from jaxengine.engine.build import build
+
+    built = build(config)
+    runner: Any = built.executor.runner
+    parallel = config.parallel
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, _name(parallel.node_rank))
+    socket.setsockopt(zmq.RCVHWM, 0)
+    # Node 0 that is gone without a word is noticed by the transport.
+    for option, seconds in ((zmq.HEARTBEAT_IVL, 2), (zmq.HEARTBEAT_TIMEOUT, 20)):
+        socket.setsockopt(option, seconds * 1000)
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    socket.connect(_address(parallel))
+    socket.send(digest(config))
+    log.info("node %d follows %s", parallel.node_rank, _address(parallel))
+    try:
+        return _follow(runner, socket, monitor)
+    finally:
+        built.executor.shutdown()
+        socket.disable_monitor()
+        context.destroy(linger=0)
+
+
+def _follow(runner: Any, socket: Any, monitor: Any) -> int:
+    masked: dict[int, Any] = {}
+    while True:
+        if not socket.poll(_POLL_MS):
+            if monitor.poll(0):
+                log.error("node 0 is gone")
+                return 1
+            continue
+        match _decode(socket.recv()):
+            case Submit(step=step, batch=batch):
+                handle = runner.submit(batch.batch())
+                if handle.batch.masked:
+                    masked[step] = handle
+            case Sample(step=step, mask=mask):
+                runner.sample(masked.pop(step), mask.numpy())
+            case Call(method="reset"):
+                masked.clear()
+                runner.reset()
+            case Call(method="sleep", args=args):
+                runner.sleep(*args)
+            case Call(method="wake_up"):
+                runner.wake_up()
+            case Stop():
+                return 0
