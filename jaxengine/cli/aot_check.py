@@ -16,6 +16,7 @@ from jaxengine.pallas_kernels import aot
 
 DECODE_ROWS = (1, 64, 256)
 MIXED_TOKENS = 2048
+MESH_LAYERS = 6  # compiled for several devices: all of a large model take long, and repeat
 STEP_BLOCKS = 1024  # blocks of the compiled step's cache; temporaries do not depend on it
 GIB = 1 << 30
 
@@ -50,9 +51,15 @@ def read_config(model: str) -> dict[str, Any]:
     return config
 
 
-def cases(config: dict[str, Any], target: str, block_size: int, mesh: Mesh) -> list[dict[str, Any]]:
-    """The steps to compile: decode, mixed, and on request the same as two microbatches."""
+def cases(
+    config: dict[str, Any], target: str, block_size: int, mesh: Mesh, layers: int = 0
+) -> list[dict[str, Any]]:
+    """The steps to compile: decode, mixed, and on request the same as two microbatches.
+
+    `layers`: only the first so many; 0 = all on one device, MESH_LAYERS on several.
+    """
     settings = {k: getattr(mesh, k) for k in Mesh.__dataclass_fields__}
+    settings["layers"] = layers or (MESH_LAYERS if mesh.devices > 1 else 0)
     shapes = [(rows, rows, True) for rows in DECODE_ROWS] + [(MIXED_TOKENS, 256, False)]
     if mesh.devices > 1:  # each takes a minute: the largest of both kinds
         shapes = shapes[-2:]
@@ -117,6 +124,7 @@ def run_aot_check(
     memory_utilization: float = 0.92,
     json_output: bool = False,
     mesh: Mesh | None = None,
+    layers: int = 0,
 ) -> int:
     """Print the report of a model folder or config.json; 1 when something does not compile as it
     should or does not fit, 2 when nothing can be said."""
@@ -129,18 +137,17 @@ def run_aot_check(
     mesh = mesh or Mesh()
     try:
         config = read_config(model)
-        layers = spec_from_config(config).num_layers
-        reports = [
-            {**report, "layers": layers}
-            for report in compile_steps(cases(config, target, block_size, mesh))
-        ]
+        num_layers = spec_from_config(config).num_layers
+        reports = list(compile_steps(cases(config, target, block_size, mesh, layers)))
     except (ValueError, RuntimeError) as e:
         print(e, file=sys.stderr)
         return 2
     compiled = [r for r in reports if "error" not in r]
     temp = max((r["temp"] for r in compiled), default=0)
     weights = compiled[0]["weights"] if compiled else 0
-    block = compiled[0]["cache_bytes"] // STEP_BLOCKS if compiled else 0
+    block = 0
+    if compiled:
+        block = compiled[0]["cache_bytes"] // STEP_BLOCKS * num_layers // compiled[0]["layers"]
     usable = int(aot.TARGETS[target].memory * memory_utilization)
     blocks = max(0, (usable - weights - temp) // block) if block else 0
     described = [describe(r) for r in reports]
@@ -151,6 +158,8 @@ def run_aot_check(
         print(json.dumps({"target": target, **summary, "cases": told}, indent=1))
         return 0 if good else 1
     print(f"{model} on {mesh.devices} x {aot.TARGETS[target].name}; figures of one device")
+    if compiled and compiled[0]["layers"] < num_layers:
+        print(f"  (compiled: {compiled[0]['layers']} of {num_layers} layers; memory is of all)")
     for lines, _ in described:
         print("\n".join("  " + line for line in lines))
     if mesh.enable_dbo:

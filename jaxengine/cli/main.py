@@ -150,6 +150,7 @@ def aot_check(
     attention_data_parallel_size: int = 1,
     enable_expert_parallel: bool = False,
     enable_dbo: bool = False,
+    layers: int = 0,
     json: bool = False,
 ) -> int:
     """Compile a model's steps for GPUs without one, and say what fits.
@@ -170,6 +171,8 @@ def aot_check(
         Divide experts over all devices.
     enable_dbo
         Also compile the steps as two microbatches, and show what runs beside their exchanges.
+    layers
+        Compile only the first so many; default: all on one device, 6 on several.
     json
         Print everything as JSON.
     """
@@ -181,7 +184,9 @@ def aot_check(
         enable_expert_parallel,
         enable_dbo=enable_dbo,
     )
-    return run_aot_check(model, target=target, block_size=block_size, json_output=json, mesh=mesh)
+    return run_aot_check(
+        model, target=target, block_size=block_size, json_output=json, mesh=mesh, layers=layers
+    )
 
 
 @app.command

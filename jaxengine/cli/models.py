@@ -10,9 +10,9 @@ from jaxengine.models.families import FAMILIES
 from jaxengine.models.families.gguf import ARCHITECTURES
 
 REFUSED = "GPTQ, AWQ, fp8 and bitsandbytes checkpoints; .bin files; encoders; images and audio"
-# Families whose logits are compared with an independent implementation's at every position of
-# five prompts, by tests/golden.
-_NO_GOLDEN = frozenset({"qwen2_moe"})
+# Greedy tokens of random weights only; all others' log-probabilities are compared with an
+# independent implementation's at every position of five prompts.
+_TOKENS_ONLY = frozenset({"qwen2_moe"})
 
 
 class Row(NamedTuple):
@@ -29,7 +29,7 @@ def rows() -> list[Row]:
     found: dict[str, Row] = {}
     for architecture, family in FAMILIES.items():
         gguf = "safetensors, GGUF" if architecture in in_gguf else "safetensors"
-        tested = "parts" if family.name in _NO_GOLDEN else "reference logits"
+        tested = "tokens" if family.name in _TOKENS_ONLY else "logits and tokens"
         old = found.get(family.name)
         names = architecture if old is None else f"{old.architectures}, {architecture}"
         formats = gguf if old is None else old.formats
@@ -48,9 +48,9 @@ def run_models(*, json_output: bool = False) -> int:
     for row in (head, *table):
         print(_line(row, widths))
     print(f"\nsafetensors: float32, bfloat16, float16. Refused: {REFUSED}.")
-    print("tested by: reference logits = tests/golden, every position of five prompts against an")
-    print("independent implementation in float32; parts = its layers, as the other families' tests")
-    print("cover them.")
+    print("tested by: logits and tokens = log-probabilities at every position of five prompts, and")
+    print("greedy tokens, of random weights against another implementation in float32; tokens =")
+    print("greedy tokens of random weights against a decoder in float64.")
     return 0
 
 

@@ -6,10 +6,19 @@ import logging
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
+from jaxengine.engine.dp.modes import local_ranks
+from jaxengine.engine.fault.inject import parse_faults
+from jaxengine.engine.fault.settings import fault_settings
 
 
 def run_server(config: EngineConfig, stub: bool = False) -> int:
-    """Serve until told to stop; returns the exit code (see `jaxengine.server.run.serve`)."""
+    """Serve until told to stop; returns the exit code (see `jaxengine.server.run.serve`). Raises
+    ValueError for settings that do not go together."""
+    local_ranks(config.data_parallel)
+    fault_settings(config.fault)
+    parse_faults(config.fault.inject_faults)
+    if config.fault.retry_aborted_requests and not config.fault.enable_fault_tolerance:
+        raise ValueError("--retry-aborted-requests needs --enable-fault-tolerance")
     setup_logging(config.server.log_level)
     if config.parallel.node_rank > 0:  # node 0 serves
         from jaxengine.executor.nodes import run_follower

@@ -185,6 +185,8 @@ def divide(parallel: ParallelConfig, layout: StepLayout, spec: DecoderSpec) -> S
     tensor, data = parallel.tensor_parallel_size, parallel.attention_data_parallel_size
     stages = parallel.pipeline_parallel_size
     devices = tensor * data * stages
+    if parallel.nnodes > 1 and stages > 1:
+        raise ValueError("pipeline_parallel_size works within one node; nnodes must be 1 with it")
     if parallel.nnodes > 1 and devices % parallel.nnodes:
         raise ValueError(f"{devices} devices cannot be shared by nnodes {parallel.nnodes}")
     if stages > spec.num_layers:

@@ -3,8 +3,8 @@
     python -m jaxengine.runner.aot_step < cases.json
 
 answers [{"config": config.json's content, "target": "h200", "tokens": .., "rows": ..,
-"decode_only": .., and settings of the mesh}, ...] with the compiler's figures; `compile_steps`
-runs it.
+"decode_only": .., and settings of the mesh}, ...] ("layers": only the first so many) with the
+compiler's figures; `compile_steps` runs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from jaxengine.pallas_kernels import aot
@@ -65,7 +65,9 @@ def compile_step(case: Case) -> dict[str, Any]:
 
     target = aot.TARGETS[case["target"]]
     device.assume(f"{target.major}.{target.minor}")
-    spec = spec_from_config(case["config"])
+    whole = spec_from_config(case["config"])
+    layers = min(case.get("layers") or whole.num_layers, whole.num_layers)
+    spec = replace(whole, num_layers=layers, windows=whole.windows[:layers])
     dtype = jnp.dtype(jnp.bfloat16)
     seqs, blocks = case.get("max_num_seqs", 256), case.get("blocks", 1024)
     parallel = ParallelConfig(
@@ -107,12 +109,23 @@ def compile_step(case: Case) -> dict[str, Any]:
         **report.as_dict(),
         **found,
         "seconds": round(time.monotonic() - started, 1),
-        "weights": _local_bytes(devices.place(params, specs[0])),
+        "layers": layers,
+        "weights": _weights(whole, layout, devices),
         "cache_bytes": _local_bytes(devices.place(state.kv, kv_spec)),
         "block_size": page,
         "copies": sum(any(s in line for s in sizes) for line in copies),
         "captured": "kCommandBuffer" in report.thunks,
     }
+
+
+def _weights(spec: Any, layout: Any, devices: Any) -> int:
+    """Bytes of all layers' weights on one device."""
+    import jax.numpy as jnp
+
+    from jaxengine.models.params import param_shapes, param_specs
+
+    shapes = param_shapes(spec, jnp.bfloat16, layout.tensor_size)
+    return _local_bytes(devices.place(shapes, param_specs(spec, layout)))
 
 
 def _collectives(pairs: Sequence[Any]) -> dict[str, Any]:

@@ -47,10 +47,14 @@ class DenseQwen2:
             o = np.einsum("hqk,khd->qhd", weights, v).reshape(n, -1)
             x = x + o @ w[p + "self_attn.o_proj.weight"].T
             h = self.norm(x, p + "post_attention_layernorm.weight")
-            gate, up = (h @ w[f"{p}mlp.{m}_proj.weight"].T for m in ("gate", "up"))
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ w[p + "mlp.down_proj.weight"].T
+            x = x + self.mlp(i, h)
         head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
         return self.norm(x[-1:], "model.norm.weight")[0] @ head.T
+
+    def mlp(self, layer: int, h: np.ndarray) -> np.ndarray:
+        p = f"model.layers.{layer}.mlp."
+        gate, up = (h @ self.w[f"{p}{m}_proj.weight"].T for m in ("gate", "up"))
+        return (gate / (1 + np.exp(-gate)) * up) @ self.w[p + "down_proj.weight"].T
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         ids = list(prompt)

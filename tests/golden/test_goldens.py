@@ -38,13 +38,18 @@ SHAPES = {
     "chunks-of-8": {"block_size": 4, "max_num_batched_tokens": 8, "max_num_seqs": 2},
     "whole": {"block_size": 16, "max_num_seqs": 8},
 }
-BOTH = ("llama", "qwen3")  # the others' whole prompts run in the long suite
+# The rest is for the long suite: every run compiles its programs anew, and these are made of parts
+# that others have too.
+LONG = ("llama-yarn", "llama-linear-rope", "phi3", "qwen3-moe", "olmoe", "deepseek-v2")
+BOTH = ("llama",)
+
+
+def is_long(family: str, shape: str) -> bool:
+    return family in LONG or (shape == "whole" and family not in BOTH)
+
+
 CASES = [
-    pytest.param(
-        family,
-        shape,
-        marks=[] if shape == "chunks-of-8" or family in BOTH else [pytest.mark.slow],
-    )
+    pytest.param(family, shape, marks=[pytest.mark.slow] if is_long(family, shape) else [])
     for family in FAMILIES
     for shape in SHAPES
 ]

@@ -85,7 +85,7 @@ def test_tensor_parallel_over_processes() -> None:
             "enable_expert_parallel": True, "enable_dbo": True, "dbo_decode_token_threshold": 2,
             "dbo_prefill_token_threshold": 2,
         },
-        {"family": "gemma3", "pipeline_parallel_size": 2},
+        {"family": "gemma3", "tensor_parallel_size": 4},
     ],
     ids=str,
 )  # fmt: skip
