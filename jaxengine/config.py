@@ -53,6 +53,11 @@ class CacheConfig:
     """Reuse KV blocks of equal prefixes."""
     prefix_caching_hash_algo: Literal["sha256", "xxhash"] = "sha256"
     """Hash of the block chain."""
+    kv_transfer_config: str | dict[str, Any] | None = None
+    """JSON: where KV blocks go beyond device memory, or which engines share them: kv_connector
+    (OffloadingConnector or P2PConnector), kv_role, kv_connector_extra_config."""
+    kv_offloading_size: float | None = None
+    """GiB of host memory for KV blocks; short for an OffloadingConnector with that only."""
     kv_events_config: str | dict[str, Any] | None = None
     """JSON: enable, endpoint, replay_endpoint, buffer_steps, hwm, topic of the events of the
     prefix cache, published over ZMQ."""

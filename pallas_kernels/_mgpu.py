@@ -47,6 +47,7 @@ wait_smem_to_gmem = plgpu.wait_smem_to_gmem
 wgmma = plgpu.wgmma
 wgmma_wait = plgpu.wgmma_wait
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a WGMMA tile
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # one value a column of it
 
 
 def matrix_transforms(width: int, dtype: Any) -> tuple[Any, ...]:
@@ -127,6 +128,14 @@ def accumulate(acc: jax.Array, a: jax.Array, b: Any, stage: Any, interpret: bool
         plgpu.wgmma(acc_ref, a, b)
 
     return pl.run_state(scope)(plgpu.ACC.init(acc))
+
+
+def store_transposed(to: Any, value: jax.Array, interpret: bool) -> None:
+    """Write a WGMMA tile of a 16-bit type into shared memory with rows and columns exchanged."""
+    if interpret:
+        to[...] = value.T
+        return
+    to.T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:

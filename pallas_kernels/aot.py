@@ -61,12 +61,14 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """ptxas's figures of one Mosaic kernel. `shared` is dynamic shared memory in bytes."""
+    """ptxas's figures of one Mosaic kernel. `shared` is dynamic shared memory in bytes, `threads`
+    a CTA's threads."""
 
     name: str
     registers: int
     spill_bytes: int
     shared: int
+    threads: int
     wgmma: bool
     tma: bool
 
@@ -259,6 +261,7 @@ def _kernels(files: Sequence[Path]) -> tuple[Kernel, ...]:
                 registers=_number(r"Used (\d+) registers", report),
                 spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)),
                 shared=shared.get(ptx.stem.rpartition("_")[0], -1),
+                threads=_number(r"\.(?:req|max)ntid (\d+)", text),
                 wgmma="wgmma.mma_async" in text,
                 tma="cp.async.bulk.tensor" in text,
             )

@@ -10,6 +10,7 @@ which sets the environment, or with that of `aot.worker_env`.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks: bool = False,
     fp8: bool = False,
-    config: dict[str, int] | None = None,
+    config: dict[str, Any] | None = None,
 ) -> Job:
     """The whole call: packing, plan on the device, kernel, combination."""
     import jax.numpy as jnp
@@ -101,7 +102,9 @@ def moe(
     inner: int,
     rows: int,
     gated: bool,
-    config: dict[str, int] | None = None,
+    activation: str = "silu",
+    bias: bool = False,
+    config: dict[str, Any] | None = None,
 ) -> Job:
     """One grouped product: gate/up with its activation, or down."""
     import jax.numpy as jnp
@@ -115,11 +118,13 @@ def moe(
         _array(shape),
         _array((experts,), jnp.int32),
         _array((experts,), jnp.int32),
+        _array((experts, shape[1]), jnp.float32),
     )
 
-    def run(*a: Any) -> Any:
-        activation = "silu" if gated else ""
-        return grouped_matmul(*a, activation=activation, config=chosen, backend="auto", num_sms=132)
+    def run(x: Any, w: Any, starts: Any, counts: Any, b: Any) -> Any:
+        more: dict[str, Any] = {"bias": b if bias else None}
+        more |= {"activation": activation if gated else "", "config": chosen}
+        return grouped_matmul(x, w, starts, counts, backend="auto", num_sms=132, **more)
 
     return run, args, ()
 
@@ -131,21 +136,24 @@ def quant_matmul(
     inputs: int,
     tokens: int = 16,
     grouped: bool = False,
-    config: dict[str, int] | None = None,
+    backend: str = "auto",
+    config: dict[str, Any] | None = None,
 ) -> Job:
     import jax.numpy as jnp
 
     from jaxengine.pallas_kernels.quant_matmul import QuantWeight
     from jaxengine.pallas_kernels.quant_matmul import quant_matmul as call
-    from jaxengine.pallas_kernels.quant_matmul.config import QuantConfig
+    from jaxengine.pallas_kernels.quant_matmul.config import Fp8Config, QuantConfig
 
-    chosen = QuantConfig(**config) if config else None
-    int4 = kind == "int4"
-    data = _array((outputs, inputs // (2 if int4 else 1)), jnp.uint8 if int4 else jnp.int8)
+    narrow = kind == "fp8"
+    chosen = (Fp8Config if narrow else QuantConfig)(**config) if config else None
+    packed = inputs // 2 if kind == "int4" else inputs
+    types = {"int4": jnp.uint8, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+    data = _array((outputs, packed), types[kind])
     scale = _array((outputs, inputs // 128 if grouped else 1), jnp.float32)
 
     def run(x: Any, weight: Any) -> Any:
-        return call(x, weight, config=chosen, backend="auto", num_sms=132)
+        return call(x, weight, config=chosen, backend=backend, num_sms=132)
 
     return run, (_array((tokens, inputs)), QuantWeight(data, scale)), ()
 
@@ -226,15 +234,23 @@ def _array(shape: tuple[int, ...], dtype: Any = None) -> Any:
 
 
 def compile_case(case: Case) -> dict[str, Any]:
-    """Report of one case, with `copies` (of a donated array in the program) and `captured`
-    (kernels lie in a command buffer)."""
+    """Report of one case, with `copies` (of a donated array in the program), `captured` (kernels
+    lie in a command buffer) and `reasons` (why a call runs in XLA)."""
     from jaxengine.pallas_kernels import device
 
     target = case.get("target", "h200")
+    device.log.setLevel(logging.INFO)
     device.assume(f"{aot.TARGETS[target].major}.{aot.TARGETS[target].minor}")
     how = {k: v for k, v in case.items() if k not in ("op", "target", "name")}
     run, args, donate = OPS[case["op"]](**how)
-    report = aot.compile_for(target, run, args, donate=donate)
+    reasons: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: reasons.append(record.getMessage())  # type: ignore[method-assign]
+    device.log.addHandler(handler)
+    try:
+        report = aot.compile_for(target, run, args, donate=donate)
+    finally:
+        device.log.removeHandler(handler)
     donated = [args[i] for i in donate]
     shapes = ["[" + ",".join(map(str, d.shape)) + "]" for d in donated]
     lines = [line for line in report.hlo.splitlines() if " copy(" in line or " copy-start(" in line]
@@ -242,6 +258,7 @@ def compile_case(case: Case) -> dict[str, Any]:
         **report.as_dict(),
         "copies": sum(any(s in line for s in shapes) for line in lines),
         "captured": "kCommandBuffer" in report.thunks,
+        "reasons": reasons,
     }
 
 

@@ -14,9 +14,10 @@ _assumed = ""
 
 def assume(capability: str) -> None:
     """Choose backends as for a device of this compute capability ("9.0"); "" ends that. For
-    compiling on a machine without the device."""
+    compiling on a machine without the device. Reasons are then said again."""
     global _assumed
     _assumed = capability
+    _say.cache_clear()
 
 
 def compute_capability() -> str:

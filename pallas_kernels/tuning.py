@@ -12,17 +12,18 @@ import functools
 import itertools
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 Entry = dict[str, Any]
 
 
-def nearest(entries: list[Entry], key: dict[str, Any]) -> dict[str, int] | None:
+def nearest(entries: list[Entry], key: dict[str, Any]) -> dict[str, Any] | None:
     """Config of the entry that agrees with `key` in everything but numbers called *_bucket, and
     is nearest in those; None if none agrees. Of equals the first, which is the fastest."""
     exact = {k: v for k, v in key.items() if not k.endswith("_bucket")}
-    best: tuple[float, dict[str, int]] | None = None
+    best: tuple[float, dict[str, Any]] | None = None
     for entry in entries:
         if any(entry["key"].get(k) != v for k, v in exact.items()):
             continue
@@ -48,7 +49,7 @@ def load(folder: str, op: str) -> tuple[Entry, ...]:
         raise ValueError(f"{path} is no table of configurations: {e}") from e
 
 
-def measured(op: str, key: dict[str, Any]) -> dict[str, int] | None:
+def measured(op: str, key: dict[str, Any]) -> dict[str, Any] | None:
     """Config that a GPU measured as the fastest for the nearest shape; None where none has been.
     Entries that only compiled are no better than the ops' own choice."""
     folder = Path(__file__).resolve().parents[1] / "configs" / "h200"
@@ -56,9 +57,9 @@ def measured(op: str, key: dict[str, Any]) -> dict[str, int] | None:
     return nearest(sorted(timed, key=lambda e: e["us"]), key)
 
 
-def candidates(op: str) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]]:
+def candidates(op: str) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """(key, arguments of the AOT case, config) of everything worth trying, best guess first."""
-    found: list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = []
+    found: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     if op == "paged_attention":
         for dim, (heads, kv_heads), tokens in itertools.product(
             (64, 128, 256), ((32, 8), (64, 8)), (1, 512)
@@ -75,28 +76,46 @@ def candidates(op: str) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, 
                 config = dict(compute_wgs=wgs, block_kv=block, stages=stages, lanes=lanes)
                 found.append((key, case, config))
     elif op == "moe":
-        for width, inner, gated, rows in itertools.product(
-            (2048,), (768,), (True, False), (1024, 65536)
-        ):
-            key = {"width": width, "inner": inner, "gated": gated, "dtype": "bfloat16"}
-            key["rows_per_expert_bucket"] = rows // 128
-            case = dict(experts=128, width=width, inner=inner, gated=gated, rows=rows)
-            tiles = [(1, 128, 64, 4), (1, 128, 128, 2)] if rows == 1024 else [(2, 128, 64, 4)]
-            tiles.append((2, 128, 64, 3))
-            for wgs, block_n, block_k, stages in tiles:
-                config = dict(compute_wgs=wgs, block_n=block_n, block_k=block_k, stages=stages)
+        for shape, gated, mean in itertools.product(MOE_SHAPES, (True, False), (8, 512)):
+            key = {"width": shape["width"], "inner": shape["inner"], "gated": gated}
+            key |= {"dtype": "bfloat16", "rows_per_expert_bucket": mean}
+            case = {**shape, "gated": gated, "rows": shape["experts"] * mean}
+            sizes = (shape["inner"], shape["width"])
+            columns, depth = sizes if gated else sizes[::-1]
+            for config in _moe_tiles(columns, depth, mean, gated):
                 found.append((key, case, config))
     elif op == "quant_matmul":
         for kind, (outputs, inputs), tokens in itertools.product(
-            ("int8", "int4"), ((4096, 4096), (4096, 14336)), (16,)
+            ("int8", "int4", "fp8"), ((4096, 4096), (4096, 14336)), (16,)
         ):
             key = {"kind": kind, "outputs": outputs, "inputs": inputs, "tokens_bucket": tokens}
             case = dict[str, Any](kind=kind, outputs=outputs, inputs=inputs, tokens=tokens)
+            more = {"compute_wgs": 2, "block_t": 16} if kind == "fp8" else {}
             for splits, stages in ((4, 6), (2, 8)):
-                found.append((key, case, dict(splits=splits, stages=stages)))
+                found.append((key, case, dict(splits=splits, stages=stages, **more)))
     else:
         raise ValueError(f"no candidates for {op!r}")
     return found
+
+
+MOE_SHAPES: tuple[dict[str, Any], ...] = (
+    {"experts": 128, "width": 2048, "inner": 768},  # Qwen3-30B-A3B
+    {"experts": 32, "width": 7168, "inner": 2048},  # DeepSeek-V3 on eight devices
+    {
+        "experts": 32, "width": 2880, "inner": 2880,  # gpt-oss-20b
+        "activation": "clamped_swiglu", "bias": True,
+    },
+)  # fmt: skip
+
+
+def _moe_tiles(columns: int, depth: int, mean: int, gated: bool) -> list[dict[str, Any]]:
+    """The heuristic's choice for this many rows an expert and one more."""
+    from jaxengine.pallas_kernels.moe.config import MoeConfig, default_config
+
+    first = default_config(mean, 1, columns, depth, gated)
+    wide = 128 if columns % 128 == 0 else 64
+    other = MoeConfig(1, wide, 64, 4) if mean <= 32 else MoeConfig(2, wide, 64, 3)
+    return [asdict(first), asdict(other)]
 
 
 def _attention_tiles(dim: int, tokens: int) -> list[tuple[int, int, int, int]]:

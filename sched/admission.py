@@ -56,6 +56,8 @@ def take_finished_loads(state: PlannerState) -> None:
         loaded = min(num_tokens, request.num_external_tokens)
         request.num_external_tokens = loaded
         state.table.num_computed[request.slot] += loaded
+        # A windowed group was loaded no further back than it looks: the rest holds nothing.
+        state.kv.release_window(request.slot)
         state.kv.register(request, request.num_computed_tokens)
         if not request.num_preemptions:
             request.num_cached_tokens += loaded

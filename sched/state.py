@@ -125,6 +125,7 @@ def finish(state: PlannerState, ends: list[tuple[Request, Finish]]) -> None:
     queued: set[Request] = set()
     for request, end in ends:
         del state.requests[request.request_id]
+        request.status = end.status  # before the connector is told: an error's KV is not kept
         if request.slot < 0:
             queued.add(request)
         elif request.request_id not in state.loading:  # a load still writes into its blocks
@@ -132,7 +133,6 @@ def finish(state: PlannerState, ends: list[tuple[Request, Finish]]) -> None:
                 state.connector.request_finished(request, state.kv.row_blocks(request.slot))
             # An error may mean NaN in the KV: nobody shall find those blocks.
             release(state, request, forget=end.status is RequestStatus.FINISHED_ERROR)
-        request.status = end.status
         request.finish_reason, request.stop_reason = end.finish_reason, end.stop_reason
     if queued:
         state.waiting.remove(queued)

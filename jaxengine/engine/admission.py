@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from jaxengine.config import SchedulerConfig
 
+# stop_reason of a request that reached an engine which cannot take it: HTTP 503
+UNAVAILABLE = "unavailable"
+
 
 class OverloadedError(RuntimeError):
     """Too many requests wait already; try again later (HTTP 503)."""
@@ -11,6 +14,10 @@ class OverloadedError(RuntimeError):
 
 class ShuttingDownError(RuntimeError):
     """The engine takes no new requests, or had to end a running one, because it shuts down."""
+
+
+class UnavailableError(RuntimeError):
+    """No engine, or not the chosen one, can take requests now; try again later (HTTP 503)."""
 
 
 class WaitingRoom:

@@ -1,4 +1,4 @@
-"""The asynchronous face: requests in, streams of `RequestOutput` out, one engine process behind."""
+"""The asynchronous face: requests in, streams of `RequestOutput` out, engine processes behind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
-from jaxengine.engine.admission import OverloadedError, ShuttingDownError, WaitingRoom
-from jaxengine.engine.client import EngineClient, EngineDeadError, EngineStartError
+from jaxengine.engine.admission import (
+    OverloadedError,
+    ShuttingDownError,
+    UnavailableError,
+    WaitingRoom,
+)
+from jaxengine.engine.client import EngineDeadError, EngineStartError
+from jaxengine.engine.dp.balancer import ANYWHERE, Placement
+from jaxengine.engine.dp.group import EngineGroup
+from jaxengine.engine.dp.health import Board
+from jaxengine.engine.dp.modes import local_ranks
+from jaxengine.engine.dp.orders import Orders
 from jaxengine.engine.front import load_front, off_loop, request_size, served_name
 from jaxengine.engine.in_flight import InFlight
-from jaxengine.engine.messages import EngineReady, EngineStats
+from jaxengine.engine.messages import EngineOutputs, EngineReady, EngineStats
 from jaxengine.engine.stream import Kind, RequestStream
 from jaxengine.frontend.grammars import TooManyGrammarsError
 from jaxengine.frontend.output_processor import OutputProcessor
@@ -39,8 +49,10 @@ __all__ = [
     "EngineStartError",
     "Kind",
     "OverloadedError",
+    "Placement",
     "RequestStream",
     "ShuttingDownError",
+    "UnavailableError",
     "off_loop",
     "served_name",
 ]
@@ -65,11 +77,14 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = None
         self.default_params = SamplingParams()
         self.chat_template: ChatTemplate = None
-        self.metrics = Metrics(served_name(config), config.model.max_model_len or 131072)
+        length = config.model.max_model_len or 131072
+        self.metrics = Metrics(served_name(config), length, local_ranks(config.data_parallel))
         self._skip_tokenizer = skip_tokenizer_init
-        self._client = EngineClient(config, core)
+        self._group = EngineGroup(config, self.metrics.health, core)
+        self.orders = Orders(self._group.board, self._group.order)
         self._waiting = WaitingRoom(config.scheduler)
         self._new_stats = asyncio.Event()
+        self._fresh: set[int] = set()  # ranks that sent stats since they were last looked at
         self._dead: EngineDeadError | None = None
         self._death = asyncio.Event()
         self._closing = False
@@ -85,7 +100,7 @@ class AsyncLLM:
         core: str = wire.DEFAULT_CORE,
         skip_tokenizer_init: bool = False,
     ) -> AsyncLLM:
-        """Start the engine process and load the tokenizer beside.
+        """Start the engine processes and load the tokenizer beside.
 
         Raises EngineStartError, or ValueError for a model or tokenizer that cannot be read.
         """
@@ -95,7 +110,7 @@ class AsyncLLM:
 
     async def launch(self) -> None:
         """What `start` does; for a caller that wants the object first."""
-        starting = asyncio.ensure_future(self._client.start())
+        starting = asyncio.ensure_future(self._group.start())
         loading = asyncio.ensure_future(
             asyncio.to_thread(load_front, self.config, self._skip_tokenizer)
         )
@@ -105,7 +120,7 @@ class AsyncLLM:
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, loading, return_exceptions=True)
-            await self._client.close(grace=0)
+            await self._group.close(grace=0)
             raise
         self.tokenizer, self.chat_template = front.tokenizer, front.chat_template
         limits = Limits(
@@ -116,7 +131,7 @@ class AsyncLLM:
         self._processor = InputProcessor(self.tokenizer, limits, front.sampling_defaults)
         self.default_params = self._processor.default_params
         self._in_flight = InFlight(
-            self._client, OutputProcessor(self.tokenizer), self.metrics, self._waiting
+            self._group.placer, OutputProcessor(self.tokenizer), self.metrics, self._waiting
         )
         self._task = asyncio.create_task(self._run(self._in_flight), name="jaxengine-outputs")
 
@@ -135,12 +150,15 @@ class AsyncLLM:
         kind: Kind = "cumulative",
         priority: int = 0,
         cache_salt: str | None = None,
+        placement: Placement = ANYWHERE,
     ) -> RequestStream:
         """Check, tokenize and admit one request; its outputs come from the returned stream.
 
-        Raises RequestError (bad input), OverloadedError, ShuttingDownError, EngineDeadError.
+        Raises RequestError (bad input), OverloadedError, UnavailableError, ShuttingDownError,
+        EngineDeadError.
         """
         in_flight = self.check()
+        self._group.placer.check(placement)
         arrival = time.time()
         clock = time.monotonic()
         request_id = request_id or uuid.uuid4().hex
@@ -165,7 +183,7 @@ class AsyncLLM:
         except (OverloadedError, TooManyGrammarsError) as error:
             self.metrics.rejected()
             raise OverloadedError(str(error)) from None
-        return in_flight.add(processed, request_id, kind, clock)
+        return in_flight.add(processed, request_id, kind, clock, placement)
 
     async def generate(
         self,
@@ -176,6 +194,7 @@ class AsyncLLM:
         kind: Kind = "cumulative",
         priority: int = 0,
         cache_salt: str | None = None,
+        placement: Placement = ANYWHERE,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; see `add`. Leaving the loop early aborts it.
 
@@ -183,7 +202,13 @@ class AsyncLLM:
         one output at the end.
         """
         async with await self.add(
-            prompt, params, request_id, kind=kind, priority=priority, cache_salt=cache_salt
+            prompt,
+            params,
+            request_id,
+            kind=kind,
+            priority=priority,
+            cache_salt=cache_salt,
+            placement=placement,
         ) as stream:
             async for output in stream:
                 yield output
@@ -196,16 +221,18 @@ class AsyncLLM:
     # -- the output task -----------------------------------------------------------------------
 
     async def _run(self, in_flight: InFlight) -> None:
+        async def take(rank: int, message: EngineOutputs) -> None:
+            if message.stats is not None:
+                self.metrics.stats(message.stats, rank)
+                self.stats = self.metrics.totals.stats
+                self._fresh.add(rank)
+                self._new_stats.set()
+            for first in range(0, len(message.outputs), _CHUNK):
+                in_flight.deliver(message.outputs[first : first + _CHUNK], rank)
+                await asyncio.sleep(0)
+
         try:
-            while True:
-                message = await self._client.receive()
-                if message.stats is not None:
-                    self.stats = message.stats
-                    self.metrics.stats(message.stats)
-                    self._new_stats.set()
-                for first in range(0, len(message.outputs), _CHUNK):
-                    in_flight.deliver(message.outputs[first : first + _CHUNK])
-                    await asyncio.sleep(0)
+            await self._group.run(take)
         except EngineDeadError as error:
             if not self._closing:
                 log.error("%s", error)
@@ -220,7 +247,7 @@ class AsyncLLM:
         self._death.set()
         self._new_stats.set()
         self.metrics.engine_gone()
-        self._client.fail_calls(error)
+        self._group.fail_calls(error)
         if self._in_flight is not None:
             self._in_flight.fail_all(error, "error")
 
@@ -239,7 +266,7 @@ class AsyncLLM:
         return self._dead
 
     async def wait_dead(self) -> None:
-        """Returns when the engine process has died or failed."""
+        """Returns when an engine process has died whose end is the server's."""
         await self._death.wait()
 
     @property
@@ -249,16 +276,28 @@ class AsyncLLM:
 
     @property
     def engine_pid(self) -> int | None:
-        return self._client.pid
+        return self._group.pid
+
+    @property
+    def engine_pids(self) -> dict[int, int | None]:
+        """Process ids by rank."""
+        return self._group.pids()
+
+    @property
+    def board(self) -> Board:
+        """The health of every rank."""
+        return self._group.board
 
     def check(self) -> InFlight:
-        """Raises EngineDeadError or ShuttingDownError unless requests can be taken."""
+        """Raises EngineDeadError, ShuttingDownError or UnavailableError unless requests can be
+        taken."""
         if self._closing:
             raise ShuttingDownError("the engine is shutting down")
         if self._dead is not None:
             raise self._dead
         if self._in_flight is None:
             raise RuntimeError("the engine is not started (await launch())")
+        self._group.placer.check()
         return self._in_flight
 
     # -- calls of the engine ---------------------------------------------------------------------
@@ -275,9 +314,11 @@ class AsyncLLM:
         """
         await self.call("pause", mode)
         while mode == "wait":
-            self._new_stats.clear()
+            self._fresh.clear()
             await self.call("is_paused")  # stats follow any call, of an idle engine too
-            await self._new_stats.wait()
+            while not self._fresh.issuperset(self.board.healthy()) and self._dead is None:
+                self._new_stats.clear()
+                await self._new_stats.wait()
             if self._dead is not None:
                 raise self._dead
             if self.stats.num_running == 0:
@@ -304,10 +345,10 @@ class AsyncLLM:
         return bool(await self.call("is_sleeping"))
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A named call of the engine core. Raises RuntimeError with its message."""
+        """A named call of every engine core. Raises RuntimeError with its message."""
         if self._dead is not None:
             raise self._dead
-        return await self._client.call(method, *args)
+        return await self._group.call(method, *args)
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Take nothing new, give running requests `timeout` seconds, end the rest, stop the
@@ -324,9 +365,10 @@ class AsyncLLM:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        await self._client.close(grace=0 if self._dead is not None else 5.0)
+        await self.orders.close()
+        await self._group.close(grace=0 if self._dead is not None else 5.0)
         self.metrics.engine_gone()
 
     def kill(self) -> None:
-        """End the engine process at once."""
-        self._client.kill()
+        """End the engine processes at once."""
+        self._group.kill()

@@ -21,7 +21,8 @@ from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.cache import cache_bytes_per_token, cache_head_axis
 from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.params import param_shapes, param_specs
-from jaxengine.models.spec import DecoderSpec, Params, local_spec
+from jaxengine.models.spec import DecoderSpec, Params, for_context, local_spec
+from jaxengine.offload.layout import KVLayout
 from jaxengine.parallel.mesh import DATA, TENSOR, make_stages
 from jaxengine.runner.buckets import Overlap, all_buckets, in_halves, row_buckets
 from jaxengine.runner.choice import choose_attention
@@ -33,6 +34,7 @@ from jaxengine.runner.warmup import first_keys, warmup_keys
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.config import GroupSpec, PlannerConfig
 from jaxengine.sched.slot_record import SlotShape
+from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.load import checkpoint_dtype, load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
 
@@ -51,6 +53,8 @@ class Built:
     slot_shape: SlotShape
     spec: DecoderSpec
     info: dict[str, str]
+    kv_layout: KVLayout
+    kv_facts: dict[str, str]  # what the KV of equal tokens depends on beside the layout
     num_shards: int  # of attention data parallelism
     runner: ModelRunner  # of the executor
     overlap: Overlap | None  # when steps run as two microbatches
@@ -77,6 +81,7 @@ def build(config: EngineConfig) -> Built:
     stages = make_stages(layout, config.parallel.pipeline_parallel_size)
     devices = stages[-1]
     planner = plan_sizes(config, spec, kv_dtype, block_size, layout)
+    spec = for_context(spec, planner.max_model_len)
     batch_shape = BatchShape(
         num_groups=len(planner.groups),
         table_width=-(-planner.max_model_len // planner.block_size),
@@ -174,9 +179,29 @@ def build(config: EngineConfig) -> Built:
         slot_shape,
         spec,
         info,
+        _kv_layout(spec, layout, planner, kv_dtype),
+        {
+            "model": fingerprint(files),
+            "dtype": dtype,
+            "quantization": str(config.model.quantization),
+        },
         layout.data_size,
         runner,
         overlap,
+    )
+
+
+def _kv_layout(
+    spec: DecoderSpec, layout: StepLayout, planner: PlannerConfig, kv_dtype: Any
+) -> KVLayout:
+    """What a block is made of, for offload."""
+    windows = spec.windows or (0,) * spec.num_layers
+    groups = tuple(spec.groups.index(window) for window in windows)
+    name = jnp.dtype(kv_dtype).name
+    if spec.mla is not None:
+        return KVLayout(groups, planner.block_size, 1, spec.mla.width, name, "latent")
+    return KVLayout(
+        groups, planner.block_size, spec.num_kv_heads, spec.head_dim, name, layout.cache
     )
 
 

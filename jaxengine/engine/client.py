@@ -10,9 +10,11 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -22,15 +24,26 @@ from jaxengine.engine.messages import (
     EngineOutputs,
     EngineReady,
     EngineRequest,
+    FaultToleranceRequest,
+    FaultToleranceResult,
+    RankStatus,
     UtilityCall,
 )
 from jaxengine.engine.process import EngineLaunch, run_engine
 
 log = logging.getLogger(__name__)
 
+_decode_status = msgspec.msgpack.Decoder(RankStatus).decode
+_decode_order_result = msgspec.msgpack.Decoder(FaultToleranceResult).decode
+
 
 class EngineDeadError(RuntimeError):
-    """The engine process is gone; nothing that was running can be finished."""
+    """The engine process is gone; nothing that was running can be finished. `kind`: class of the
+    exception that it died of, or ProcessDied."""
+
+    def __init__(self, message: str, kind: str = "ProcessDied") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class EngineStartError(RuntimeError):
@@ -43,14 +56,28 @@ class EngineStartError(RuntimeError):
 
 
 class EngineClient:
-    """One engine process over ZMQ. Every method is called from the event loop's thread."""
+    """One engine process over ZMQ. Every method is called from the event loop's thread.
 
-    def __init__(self, config: EngineConfig, core: str = wire.DEFAULT_CORE, index: int = 0) -> None:
+    `environment` is set for the process on top of this one's; `on_status` hears what the engine
+    says of its health.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        core: str = wire.DEFAULT_CORE,
+        index: int = 0,
+        environment: Mapping[str, str] | None = None,
+        on_status: Callable[[RankStatus], None] | None = None,
+    ) -> None:
         self._config = config
         self._core = core
         self._index = index
         self._identity = index.to_bytes(2, "little")
+        self._environment = environment or {}
+        self._on_status = on_status
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._orders: dict[str, asyncio.Future[FaultToleranceResult]] = {}
         self._next_call = 0
         self._folder: str | None = None
         self._context: zmq.asyncio.Context | None = None
@@ -97,7 +124,8 @@ class EngineClient:
         self._process = spawn.Process(
             target=run_engine, args=(launch,), name=f"jaxengine-engine{self._index}"
         )
-        self._process.start()
+        with _environment(self._environment):
+            self._process.start()
         loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()
         loop.add_reader(self._process.sentinel, self._on_exit)
@@ -109,7 +137,9 @@ class EngineClient:
         return self.ready
 
     async def _handshake(self) -> EngineReady:
-        kind, payload = await self._receive()
+        while (message := await self._receive())[0] == wire.STATUS:
+            log.debug("engine %d reported its state while starting", self._index)
+        kind, payload = message
         if kind != wire.READY:
             failure = wire.decode_failure(payload)
             raise EngineStartError(
@@ -171,10 +201,26 @@ class EngineClient:
                 return wire.decode_outputs(payload)
             if kind == wire.RESULT:
                 self._answer(payload)
+            elif kind == wire.STATUS:
+                self._take_status(payload)
+            elif kind == wire.ORDER_RESULT:
+                self._take_order_result(payload)
             elif kind == wire.FAILED:
                 failure = wire.decode_failure(payload)
                 log.error("engine %d failed:\n%s", self._index, failure.traceback)
-                raise EngineDeadError(f"the engine failed: {failure.message}")
+                raise EngineDeadError(
+                    f"the engine failed: {failure.message}", _error_class(failure)
+                )
+
+    def _take_status(self, payload: bytes) -> None:
+        if self._on_status is not None:
+            self._on_status(_decode_status(payload))
+
+    def _take_order_result(self, payload: bytes) -> None:
+        result = _decode_order_result(payload)
+        future = self._orders.pop(result.request_id, None)
+        if future is not None and not future.done():
+            future.set_result(result)
 
     def _answer(self, payload: bytes) -> None:
         result = wire.decode_result(payload)
@@ -216,9 +262,25 @@ class EngineClient:
         finally:
             self._calls.pop(call.call_id, None)
 
+    async def order(self, request: FaultToleranceRequest) -> FaultToleranceResult:
+        """The engine's answer to an order. Raises EngineDeadError when it dies before."""
+        future = asyncio.get_running_loop().create_future()
+        self._orders[request.request_id] = future
+        try:
+            self._send(wire.ORDER, wire.encode(request))
+            return await future
+        finally:
+            self._orders.pop(request.request_id, None)
+
     def fail_calls(self, error: Exception) -> None:
         """End every waiting `call` with `error`."""
         for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def fail_orders(self, error: Exception) -> None:
+        """End every waiting `order` with `error`."""
+        for future in self._orders.values():
             if not future.done():
                 future.set_exception(error)
 
@@ -240,6 +302,7 @@ class EngineClient:
             self._process.join(timeout=5)
         self._closing = True
         self.fail_calls(EngineDeadError("the engine is shut down"))
+        self.fail_orders(EngineDeadError("the engine is shut down"))
         if self._input is not None:
             self._input.close()
         if self._output is not None:
@@ -264,3 +327,25 @@ class EngineClient:
         assert self._exited is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._exited.wait(), seconds)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set while a process is spawned, which inherits it. (Not for long: it is this process's.)"""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _error_class(failure: wire.EngineFailure) -> str:
+    """The class of the exception: the last line of a traceback starts with it."""
+    lines = failure.traceback.strip().splitlines() or [""]
+    name = lines[-1].split(":")[0].strip().rsplit(".", 1)[-1]
+    return name if name.isidentifier() else "EngineError"

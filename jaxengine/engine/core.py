@@ -33,6 +33,7 @@ from jaxengine.engine.messages import (
 )
 from jaxengine.engine.packer import Packer, pack_step
 from jaxengine.engine.results import PromptLogprobs, logprobs_of
+from jaxengine.engine.transfers import Transfers
 from jaxengine.executor.base import Batch, Executor
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_build import WorkerBuilt, build_worker
@@ -80,6 +81,9 @@ class EngineCore:
         self._packers = [
             Packer(built.batch_shape, built.slot_shape, config.model.seed + i) for i in shards
         ]
+        self._transfers = Transfers(
+            config, self.executor, built.planner, built.kv_layout, built.kv_facts, built.num_shards
+        )
         self._plan_afresh()
         self._inflight: deque[InFlight] = deque()
         self._grammars = Grammars(config, built.spec.vocab_size)
@@ -94,9 +98,12 @@ class EngineCore:
         """Schedulers without requests, over empty pools."""
         record = self._events is not None
         self._shards = [
-            Scheduler(self.built.planner, record_events=record)
-            for _ in range(self.built.num_shards)
+            Scheduler(
+                self.built.planner, connector=self._transfers.connector(i), record_events=record
+            )
+            for i in range(self.built.num_shards)
         ]
+        self._transfers.bind(self._shards)
         # What is asked of the shards together.
         self.scheduler: Scheduler | ShardedScheduler = (
             self._shards[0] if len(self._shards) == 1 else ShardedScheduler(self._shards)
@@ -144,15 +151,17 @@ class EngineCore:
     # -- the loop ---------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._outputs or self._inflight) or self.scheduler.has_work()
+        busy = bool(self._outputs or self._inflight) or self.scheduler.has_work()
+        return busy or self._transfers.has_pending()
 
     def step(self) -> list[EngineOutput]:
         """One turn of the loop; may return nothing. An exception leaves device state undefined."""
         began = time.perf_counter()
         self._end_failed_grammars()
+        self._end_failed_loads()
         outputs, self._outputs = self._outputs, []
         planned = False
-        if len(self._inflight) < self.depth and self.scheduler.has_work():
+        if len(self._inflight) < self.depth:
             planned = self._plan_ahead()
         if self._inflight and not (planned and len(self._inflight) < self.depth):
             outputs += self._finish_oldest(began)
@@ -166,6 +175,7 @@ class EngineCore:
     def _plan_ahead(self) -> bool:
         plans = [shard.schedule() if shard.has_work() else None for shard in self._shards]
         live = [plan for plan in plans if plan is not None]
+        self._transfers.dispatch(plans)
         if not live:
             return False
         tables = [shard.block_tables for shard in self._shards]
@@ -210,6 +220,13 @@ class EngineCore:
         for request, reason in self._grammars.failed():
             if self.scheduler.abort([request.request_id]):
                 self._outputs.append(_refusal(request.request_id, reason))
+
+    def _end_failed_loads(self) -> None:
+        for request_id, reason in self._transfers.poll():
+            if self.scheduler.abort([request_id]):
+                self._outputs.append(
+                    EngineOutput(request_id, [], finish_reason="error", error=reason)
+                )
 
     def _reconcile(self, shard: Scheduler, plan: StepPlan, result: StepResult) -> UpdateBatch:
         for row, part in result.prompt_logprobs.items():
@@ -305,6 +322,7 @@ class EngineCore:
         stats.num_compilations = int(figures["num_compilations"])
         stats.compilations_after_warmup = int(figures["compilations_after_warmup"])
         stats.extra = {name: n for name, n in figures.items() if name.startswith("dbo_")}
+        stats.extra |= self._transfers.stats()
         return stats
 
     def utility(self, method: str, args: list[Any]) -> Any:
@@ -377,6 +395,7 @@ class EngineCore:
         if self._events is not None:
             self._events.close()
         self.executor.shutdown()
+        self._transfers.close()  # after the device, which writes into its memory
 
 
 def _build(config: EngineConfig) -> Built | WorkerBuilt:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from jaxengine.engine.admission import WaitingRoom
-from jaxengine.engine.client import EngineClient, EngineDeadError
+from jaxengine.engine.admission import UnavailableError, WaitingRoom
+from jaxengine.engine.client import EngineDeadError
+from jaxengine.engine.dp.balancer import ANYWHERE, Placement
+from jaxengine.engine.dp.placing import Placer
 from jaxengine.engine.messages import EngineOutput
 from jaxengine.engine.stream import Kind, RequestStream
 from jaxengine.frontend.output_processor import OutputProcessor
@@ -20,12 +22,12 @@ class InFlight:
 
     def __init__(
         self,
-        client: EngineClient,
+        placer: Placer,
         outputs: OutputProcessor,
         metrics: Metrics,
         waiting: WaitingRoom,
     ) -> None:
-        self._client = client
+        self._placer = placer
         self._outputs = outputs
         self._metrics = metrics
         self._waiting = waiting
@@ -38,10 +40,15 @@ class InFlight:
         return len(self._streams)
 
     def add(
-        self, processed: ProcessedRequest, request_id: str, kind: Kind, clock: float
+        self,
+        processed: ProcessedRequest,
+        request_id: str,
+        kind: Kind,
+        clock: float,
+        placement: Placement = ANYWHERE,
     ) -> RequestStream:
         """Send the request to the engine. `clock`: time.monotonic() of its arrival.
-        Raises EngineDeadError."""
+        Raises EngineDeadError, UnavailableError."""
         internal_id = processed.request_id
         stream = RequestStream(self.drop, request_id, internal_id, kind)
         stream.prompt_len = len(processed.prompt_token_ids)
@@ -51,24 +58,23 @@ class InFlight:
         self._unstarted.update(dict.fromkeys(stream.child_ids, stream))
         self.idle.clear()
         self._waiting.enter(stream.prompt_len)
-        self._metrics.added(processed.requests, clock)
         try:
-            for request in processed.requests:
-                self._client.add(request)
-        except EngineDeadError:
+            ranks = [self._placer.add(request, placement) for request in processed.requests]
+        except (EngineDeadError, UnavailableError):
             self.drop(internal_id)
             raise
+        self._metrics.added(processed.requests, clock, ranks)
         return stream
 
-    def deliver(self, outputs: list[EngineOutput]) -> None:
-        """Hand one step's outputs to their streams."""
-        self._metrics.outputs(outputs, time.monotonic())
+    def deliver(self, outputs: list[EngineOutput], rank: int = 0) -> None:
+        """Hand the outputs of a rank's step to their streams."""
+        self._metrics.outputs(outputs, time.monotonic(), rank)
         for done in outputs:
             if done.finish_reason is not None:
                 self._metrics.finished(done.request_id, done.finish_reason)
         results, stopped = self._outputs.process(outputs)
         if stopped:  # a stop string was found in the text; the engine does not know yet
-            self._client.abort(stopped)
+            self._placer.abort(stopped)
             for child_id in stopped:
                 self._metrics.finished(child_id, "stop")
         if self._unstarted:
@@ -100,13 +106,13 @@ class InFlight:
         """End every stream by raising `error`; they are counted under `reason`."""
         for stream in list(self._streams.values()):
             self._outputs.abort(stream.internal_id)
-            self._client.abort(stream.child_ids)
+            self._placer.abort(stream.child_ids)
             self._forget(stream, reason)
             stream.fail(error)
 
     def _abort_stream(self, stream: RequestStream) -> RequestOutput | None:
         output = self._outputs.abort(stream.internal_id)
-        self._client.abort(stream.child_ids)
+        self._placer.abort(stream.child_ids)
         self._forget(stream, "abort")
         return output
 

@@ -1,9 +1,9 @@
 """The engine process: owns a core, reads messages, steps, publishes. Runs until told to stop,
-until its parent is gone, or until a step fails."""
+until its parent is gone, or until a step fails (and, with fault tolerance, nobody helps)."""
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import gc
 import importlib
 import logging
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,22 +22,25 @@ import zmq
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
+from jaxengine.engine.fault.inject import for_rank
+from jaxengine.engine.fault.outbox import Outbox
+from jaxengine.engine.fault.sentinel import CHECK, RecoverableCore, Sentinel, refuse_order
+from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.engine.messages import (
     INVALID_REQUEST,
     EngineOutput,
-    EngineOutputs,
     EngineReady,
     EngineRequest,
     EngineStats,
     UtilityCall,
     UtilityResult,
 )
+from jaxengine.executor.parent import tie_to_parent
 
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.25  # seconds between stats while working; one more follows when work ends
 _PARENT_CHECK_MS = 500
-_PR_SET_PDEATHSIG = 1
 
 
 class Core(Protocol):
@@ -68,7 +72,7 @@ class EngineLaunch:
 
 def run_engine(launch: EngineLaunch) -> None:
     """Entry of the child process. Exits 0 after SHUTDOWN or SIGTERM, 1 after a failure."""
-    _tie_to_parent(launch)
+    tie_to_parent(launch.parent_pid, launch.die_with_parent)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C goes to the whole group; the front decides
@@ -80,11 +84,12 @@ def run_engine(launch: EngineLaunch) -> None:
         inbox.put((wire.SHUTDOWN, None))
 
     setup_child_logging(launch.config, f"engine{launch.index}")
-    context = zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outputs = context.socket(zmq.PUSH)
     outputs.setsockopt(zmq.LINGER, 4000)  # a last FAILED message still gets out
     outputs.setsockopt(zmq.SNDHWM, 0)
     outputs.connect(launch.output_address)
+    outbox = Outbox(outputs, launch.index)
     code = 0
     core: Core | None = None
     try:
@@ -92,17 +97,26 @@ def run_engine(launch: EngineLaunch) -> None:
         signal.signal(signal.SIGTERM, on_terminate)  # until here, SIGTERM simply ends the process
         ready = core.ready()
         ready.engine_index = launch.index
+        sentinel = None
+        if launch.config.fault.enable_fault_tolerance and isinstance(core, RecoverableCore):
+            settings = fault_settings(launch.config.fault)
+            sentinel = Sentinel(core, settings, outbox, inbox, stopping, launch.index)
+        deliver = sentinel.take if sentinel else _plain_delivery(inbox, outbox, launch.index)
         reader = threading.Thread(
-            target=_read_input, args=(context, launch, inbox, stopping), daemon=True
+            target=_read_input, args=(context, launch, deliver, stopping), daemon=True
         )
         reader.start()
-        outputs.send_multipart([wire.READY, wire.encode(ready)])
+        outbox.send(wire.READY, ready)
         gc.collect()
         gc.freeze()  # what lives now lives for ever: full collections need not visit it
-        _busy_loop(core, inbox, outputs, stopping, launch.index)
+        loop = functools.partial(_busy_loop, core, inbox, outbox, stopping)
+        if sentinel:
+            sentinel.run(loop)
+        else:
+            loop()
     except Exception as error:  # noqa: BLE001 - the front must learn of it, whatever it is
         code = 1
-        outputs.send_multipart([wire.FAILED, wire.encode(_failure(error))])
+        outbox.send(wire.FAILED, _failure(error))
     finally:
         stopping.set()
         if core is not None:
@@ -112,14 +126,6 @@ def run_engine(launch: EngineLaunch) -> None:
         sys.stderr.flush()
         context.destroy(linger=4000)
     os._exit(code)  # device runtimes keep threads that would hold a normal exit back
-
-
-def _tie_to_parent(launch: EngineLaunch) -> None:
-    """Die with the front, also when it is killed with -9."""
-    if launch.die_with_parent and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launch.parent_pid:  # it died before the signal was set
-        os._exit(1)
 
 
 def setup_child_logging(config: EngineConfig, name: str) -> None:
@@ -143,8 +149,23 @@ def _make_core(launch: EngineLaunch) -> Core:
     setup()
     tqdm.set_lock(threading.RLock())  # its default is a semaphore between processes, left behind
     module, _, name = launch.core.partition(":")
-    core: Core = getattr(importlib.import_module(module), name)(launch.config)
+    config = for_rank(launch.config, launch.index)
+    core: Core = getattr(importlib.import_module(module), name)(config)
     return core
+
+
+def _plain_delivery(
+    inbox: queue.SimpleQueue[tuple[bytes, Any]], outbox: Outbox, rank: int
+) -> Callable[[bytes, Any], None]:
+    """Messages on their way to the loop, without a sentinel."""
+
+    def deliver(kind: bytes, body: Any) -> None:
+        if kind == wire.ORDER:
+            refuse_order(outbox, body, rank)
+        else:
+            inbox.put((kind, body))
+
+    return deliver
 
 
 def _failure(error: Exception) -> wire.EngineFailure:
@@ -158,7 +179,7 @@ def _failure(error: Exception) -> wire.EngineFailure:
 def _read_input(
     context: zmq.Context[zmq.Socket[bytes]],
     launch: EngineLaunch,
-    inbox: queue.SimpleQueue[tuple[bytes, Any]],
+    deliver: Callable[[bytes, Any], None],
     stopping: threading.Event,
 ) -> None:
     """Input thread: decode beside the running step, and watch the parent."""
@@ -168,10 +189,11 @@ def _read_input(
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(launch.input_address)
     socket.send(b"")  # lets the front's ROUTER know this identity
-    decoders = {
+    decoders: dict[bytes, Callable[[bytes], Any]] = {
         wire.ADD: wire.decode_request,
         wire.ABORT: wire.decode_ids,
         wire.UTILITY: wire.decode_call,
+        wire.ORDER: bytes,  # a malformed one is answered, not died of
     }
     try:
         while not stopping.is_set():
@@ -181,9 +203,9 @@ def _read_input(
                 continue
             kind, payload = socket.recv_multipart()
             decode = decoders.get(kind)
-            inbox.put((kind, decode(payload) if decode else None))
+            deliver(kind, decode(payload) if decode else None)
     except Exception as error:  # noqa: BLE001 - handed to the main loop, which dies of it
-        inbox.put((wire.FAILED, error))
+        deliver(wire.FAILED, error)
     finally:
         socket.close()
 
@@ -191,9 +213,8 @@ def _read_input(
 def _busy_loop(
     core: Core,
     inbox: queue.SimpleQueue[tuple[bytes, Any]],
-    socket: zmq.Socket[bytes],
+    outbox: Outbox,
     stopping: threading.Event,
-    index: int,
 ) -> None:
     last_stats = 0.0
     was_busy = False
@@ -202,7 +223,7 @@ def _busy_loop(
         while True:  # take messages; block only when idle
             busy = core.has_work()
             if not busy and was_busy:  # gauges fall to 0 before the engine goes to sleep
-                _publish(socket, index, published, core.stats())
+                outbox.publish(published, core.stats())
                 published, was_busy = [], False
             try:
                 kind, body = inbox.get(block=not busy and not published)
@@ -213,7 +234,7 @@ def _busy_loop(
                 return
             if kind == wire.FAILED:
                 raise body
-            _handle(core, kind, body, published, socket)
+            _handle(core, kind, body, published, outbox)
         if stopping.is_set():
             return
         if core.has_work():
@@ -223,18 +244,11 @@ def _busy_loop(
         if stats is not None:
             last_stats = now
         if published or stats is not None:
-            _publish(socket, index, published, stats)
-
-
-def _publish(
-    socket: zmq.Socket[bytes], index: int, outputs: list[EngineOutput], stats: EngineStats | None
-) -> None:
-    message = EngineOutputs(engine_index=index, outputs=outputs, stats=stats)
-    socket.send_multipart([wire.OUTPUTS, wire.encode(message)])
+            outbox.publish(published, stats)
 
 
 def _handle(
-    core: Core, kind: bytes, body: Any, published: list[EngineOutput], socket: zmq.Socket[bytes]
+    core: Core, kind: bytes, body: Any, published: list[EngineOutput], outbox: Outbox
 ) -> None:
     if kind == wire.ADD:
         request: EngineRequest = body
@@ -264,4 +278,6 @@ def _handle(
         except Exception as error:  # noqa: BLE001 - told to the caller, the engine lives on
             log.exception("engine call %s failed", call.method)
             result = UtilityResult(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
-        socket.send_multipart([wire.RESULT, wire.encode(result)])
+        outbox.send(wire.RESULT, result)
+    elif kind == CHECK and isinstance(core, RecoverableCore):
+        core.check_worker()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jaxengine.config import EngineConfig
+from jaxengine.engine.fault.inject import Injector, carry_out, parse_faults
 from jaxengine.engine.messages import (
     EngineOutput,
     EngineReady,
@@ -24,9 +26,19 @@ _FIRST_TEXT_ID = 1000  # ids below hold special tokens and single bytes
 _TEXT_IDS = 40000
 
 
-def canned_token(prompt: list[int], position: int) -> int:
-    """The token that follows `prompt` and `position` earlier ones; depends on nothing else."""
-    return _FIRST_TEXT_ID + (7 * sum(prompt[:64]) + 13 * len(prompt) + 31 * position) % _TEXT_IDS
+def next_token(last: int, length: int) -> int:
+    """The token that follows a sequence of `length` tokens that ends with `last`. As with a model,
+    a sequence cut anywhere and given as a prompt goes on alike."""
+    return _FIRST_TEXT_ID + (7 * last + 31 * length) % _TEXT_IDS
+
+
+def canned_tokens(prompt: list[int], count: int) -> list[int]:
+    """The first `count` tokens of the answer to `prompt`."""
+    tokens, last = [], prompt[-1]
+    for at in range(count):
+        last = next_token(last, len(prompt) + at)
+        tokens.append(last)
+    return tokens
 
 
 class _Sequence:
@@ -35,6 +47,7 @@ class _Sequence:
         self.added = time.monotonic()
         self.scheduled = 0.0
         self.num_output = 0
+        self.last = request.prompt_token_ids[-1]
         room = max_model_len - len(request.prompt_token_ids)
         limit = request.params.max_tokens
         self.limit = room if limit is None else min(limit, room)
@@ -52,6 +65,8 @@ class StubEngineCore:
         self.step_seconds = float(os.environ.get("JAXENGINE_STUB_STEP_SECONDS", "0"))
         self._waiting: dict[str, _Sequence] = {}
         self._running: dict[str, _Sequence] = {}
+        self._epoch = 0
+        self._faults = Injector(parse_faults(config.fault.inject_faults))
         self._num_steps = 0
         self._step_tokens = 0
         self._step_time = 0.0
@@ -77,6 +92,9 @@ class StubEngineCore:
         return bool(self._running or self._waiting)
 
     def step(self) -> list[EngineOutput]:
+        fault = self._faults.next("step")
+        if fault is not None:
+            carry_out(fault)
         began = time.monotonic()
         while self._waiting and len(self._running) < self.max_num_seqs:
             request_id = next(iter(self._waiting))
@@ -98,10 +116,11 @@ class StubEngineCore:
         request, params = sequence.request, sequence.request.params
         prompt = request.prompt_token_ids
         first = sequence.num_output == 0
-        token = canned_token(prompt, sequence.num_output)
+        token = next_token(sequence.last, len(prompt) + sequence.num_output)
         if params.allowed_token_ids:
             token = params.allowed_token_ids[sequence.num_output % len(params.allowed_token_ids)]
         sequence.num_output += 1
+        sequence.last = token
         stop_ids = [] if params.stop_token_ids is None else params.stop_token_ids
         enough = sequence.num_output >= params.min_tokens
         finish, reason = None, None
@@ -142,6 +161,31 @@ class StubEngineCore:
         if method == "reset_prefix_cache":
             return True
         raise ValueError(f"unknown engine call {method!r}")
+
+    # -- fault tolerance (`engine.fault.sentinel.RecoverableCore`): there is no worker to lose ----
+
+    @property
+    def worker_alive(self) -> bool:
+        return True
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def watch_worker(self, on_end: Callable[[], None]) -> None:
+        """It never ends."""
+
+    def check_worker(self) -> None:
+        """It is there."""
+
+    def on_fault(self) -> None:
+        """Forget all requests."""
+        self._waiting.clear()
+        self._running.clear()
+
+    def recover(self, respawn: bool) -> None:
+        """Nothing is broken that a new epoch would not mend."""
+        self._epoch += respawn
 
     def shutdown(self) -> None:
         self._waiting.clear()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
+
+if TYPE_CHECKING:
+    from jaxengine.offload.host_pool import PagePool
+    from jaxengine.offload.jobs import Done, OffloadStep
+    from jaxengine.offload.layout import KVLayout
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,18 @@ class Executor(Protocol):
 
     def result(self, handle: Any) -> list[StepResult]:
         """One for each shard."""
+        ...
+
+    def open_transfers(self, pools: Sequence[PagePool], layout: KVLayout) -> None:
+        """KV offload: host memory of each shard, which the device's process shares or maps."""
+        ...
+
+    def transfer(self, steps: Sequence[OffloadStep | None]) -> None:
+        """Dispatch the shards' transfers, before the next submit."""
+        ...
+
+    def poll_transfers(self) -> list[list[Done]]:
+        """Transfers that ended since the last call, by shard. Never waits."""
         ...
 
     def reset(self) -> None: ...

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxengine.executor.base import Batch
 from jaxengine.executor.nodes import LeadingRunner
@@ -12,6 +13,11 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
+
+if TYPE_CHECKING:
+    from jaxengine.offload.host_pool import PagePool
+    from jaxengine.offload.jobs import Done, OffloadStep
+    from jaxengine.offload.layout import KVLayout
 
 
 class InlineExecutor:
@@ -85,6 +91,15 @@ class InlineExecutor:
 
     def result(self, handle: Any) -> list[StepResult]:
         return self._runner.result(handle)
+
+    def open_transfers(self, pools: Sequence[PagePool], layout: KVLayout) -> None:
+        self._runner.open_transfers(pools, layout)
+
+    def transfer(self, steps: Sequence[OffloadStep | None]) -> None:
+        self._runner.transfer(steps)
+
+    def poll_transfers(self) -> list[list[Done]]:
+        return self._runner.poll_transfers()
 
     def reset(self) -> None:
         self._runner.reset()

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
 
 if TYPE_CHECKING:
+    from jaxengine.offload.host_pool import PagePool
+    from jaxengine.offload.jobs import Done, OffloadStep
+    from jaxengine.offload.layout import KVLayout
     from jaxengine.runner.model_runner import Handle, ModelRunner
     from jaxengine.runner.programs import Programs
 
@@ -116,6 +120,16 @@ class LeadingRunner:
 
     def result(self, handle: tuple[int, Handle]) -> list[StepResult]:
         return self._runner.result(handle[1])
+
+    def open_transfers(self, pools: Sequence[PagePool], layout: KVLayout) -> None:
+        """Raises ValueError: the other nodes cannot reach this one's host memory."""
+        raise ValueError("KV offload works within one node; nnodes must be 1 with it")
+
+    def transfer(self, steps: Sequence[OffloadStep | None]) -> None:
+        raise AssertionError("no transfers were opened")
+
+    def poll_transfers(self) -> list[list[Done]]:
+        return []
 
     def reset(self) -> None:
         self._tell(Call(0, "reset"))

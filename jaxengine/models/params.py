@@ -200,9 +200,13 @@ def count_params(spec: DecoderSpec) -> tuple[int, int]:
 
 
 def arranged_shape(leaf: Leaf, tensor_size: int) -> tuple[int, ...]:
-    """The leaf's shape after `arrange`: larger where kv heads are replicated."""
-    if leaf.split is None or not leaf.parts:
+    """The leaf's shape after `arrange`: larger where kv heads are replicated, and where rows of
+    the vocabulary do not divide."""
+    if leaf.split is None or leaf.experts and not leaf.parts:
         return leaf.shape
+    if not leaf.parts:
+        rows = -(-leaf.shape[leaf.split] // tensor_size) * tensor_size
+        return (*leaf.shape[: leaf.split], rows, *leaf.shape[leaf.split + 1 :])
     rows = sum(max(units, tensor_size) * rows for units, rows in leaf.parts)
     return (*leaf.shape[: leaf.split], rows, *leaf.shape[leaf.split + 1 :])
 
@@ -222,8 +226,12 @@ def arrange(
     """
     leaf = leaf_of(spec, name)
     whole_experts = leaf.experts and expert_parallel
-    if tensor_size == 1 or leaf.split is None or not leaf.parts or whole_experts:
+    if tensor_size == 1 or leaf.split is None or whole_experts:
         return array
+    if not leaf.parts:
+        missing = -array.shape[leaf.split] % tensor_size
+        around = [(0, missing if axis == leaf.split else 0) for axis in range(array.ndim)]
+        return np.pad(array, around) if missing else array
     pieces: list[np.ndarray] = []
     for shard in range(tensor_size):
         at = 0

@@ -6,14 +6,28 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.pallas_kernels import device
+from jaxengine.pallas_kernels.mla_attention import api as mla
 from jaxengine.pallas_kernels.paged_attention import api
 
 log = logging.getLogger(__name__)
 
 CPU_BLOCK, HOPPER_BLOCK = 16, 64
+
+
+def _unsupported(spec: DecoderSpec, kv_dtype: Any, page: int) -> str:
+    """Why the kernels cannot take the model's shapes; "" if they can."""
+    if spec.mla is not None:
+        query = jax.ShapeDtypeStruct((1, spec.num_heads, spec.mla.width), kv_dtype)
+        cache = jax.ShapeDtypeStruct((1, page, spec.mla.width), kv_dtype)
+        return mla.unsupported(query, cache, spec.mla.latent)
+    query_shape = (1, spec.num_heads, spec.head_dim)
+    cache_shape = (1, 2, spec.num_kv_heads, page, spec.head_dim)
+    return api.unsupported(query_shape, kv_dtype, cache_shape, kv_dtype)
 
 
 def choose_attention(
@@ -24,12 +38,7 @@ def choose_attention(
     Raises ValueError for "mosaic" where the kernels cannot run.
     """
     page = HOPPER_BLOCK if block_size is None else block_size
-    reason = device.device_reason() or api.unsupported(
-        (1, spec.num_heads, spec.head_dim),
-        kv_dtype,
-        (1, 2, spec.num_kv_heads, page, spec.head_dim),
-        kv_dtype,
-    )
+    reason = device.device_reason() or _unsupported(spec, kv_dtype, page)
     if backend == "mosaic" and reason:
         raise ValueError(f"attention_backend mosaic cannot run: {reason}")
     if backend == "xla" or reason:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,6 +18,12 @@ from jaxengine.runner.sampling_step import FIXED
 from jaxengine.runner.state import DeviceState, new_state
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
+
+if TYPE_CHECKING:
+    from jaxengine.offload.host_pool import PagePool
+    from jaxengine.offload.jobs import Done, OffloadStep
+    from jaxengine.offload.layout import KVLayout
+    from jaxengine.offload.transfer import DeviceTransfer
 
 
 @dataclass
@@ -53,6 +59,7 @@ class ModelRunner:
         self._state: DeviceState | None = new_state(state_shapes)
         self._reload = reload
         self._devices = devices or Devices()
+        self._transfers: list[DeviceTransfer] = []  # by shard
         self._shardings: Any = None  # of the parameters, while they sleep in host memory
         self._all_legal: dict[int, Array] = {}  # masks by sampler rows, for steps without grammars
 
@@ -113,16 +120,48 @@ class ModelRunner:
                 results[shard].prompt_logprobs[row] = (*_split(part[:, 1:]), part[:, 0])
         return results
 
+    def open_transfers(self, pools: Sequence[PagePool], layout: KVLayout) -> None:
+        """KV offload: compile the copies between the cache and the shards' host pools."""
+        from jaxengine.offload.transfer import DeviceTransfer
+
+        self._transfers = [DeviceTransfer(layout, pool) for pool in pools]
+        for transfer in self._transfers[:1]:
+            transfer.warmup(self._shapes.kv)
+        for transfer in self._transfers[1:]:
+            transfer.share_programs(self._transfers[0])
+
+    def transfer(self, steps: Sequence[OffloadStep | None]) -> None:
+        """Dispatch the shards' transfers: what is stored is read before it can be overwritten."""
+        assert self._state is not None, "the engine sleeps"
+        kv, slots = self._state
+        for shard, step in enumerate(steps):
+            if step is not None:
+                first = shard * (kv[0][0].shape[0] // self._devices.num_shards)
+                transfer = self._transfers[shard]
+                transfer.store(kv, [job.moved(first) for job in step.stores])
+                kv = transfer.load(kv, [job.moved(first) for job in step.loads])
+        self._state = DeviceState(kv, slots)
+
+    def poll_transfers(self) -> list[list[Done]]:
+        """Transfers that ended since the last call, by shard."""
+        return [transfer.poll() for transfer in self._transfers]
+
     def reset(self) -> None:
         """Fresh device state; parameters and programs stay."""
+        for transfer in self._transfers:
+            transfer.reset()
         self._state = new_state(self._shapes)
 
     def close(self) -> None:
-        """No more programs are compiled."""
+        """No more programs are compiled, no more KV is copied."""
+        for transfer in self._transfers:
+            transfer.close()
         self.programs.shutdown()
 
     def sleep(self, level: int) -> None:
         """1: weights move to host memory; 2: they are dropped. The KV pool is dropped."""
+        for transfer in self._transfers:
+            transfer.reset()
         self._state = None
         if level == 1:
             self._shardings = jax.tree.map(lambda a: a.sharding, self.params)

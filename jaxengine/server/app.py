@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 import jaxengine
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM
-from jaxengine.server import admin, basic, chat, completions, errors
+from jaxengine.server import admin, basic, chat, completions, errors, fault
 from jaxengine.server.middleware import Gate
 from jaxengine.server.state import ServerState
 
@@ -23,6 +23,8 @@ def build_app(engine: AsyncLLM | None, config: EngineConfig) -> FastAPI:
     errors.install(app)
     for router in (completions.router, chat.router, basic.router, admin.router):
         app.include_router(router)
+    if config.fault.enable_fault_tolerance:
+        app.include_router(fault.router)
     app.add_middleware(Gate, config=config.server)
     if config.server.allowed_origins:
         app.add_middleware(

@@ -9,11 +9,11 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 import jaxengine
-from jaxengine.engine.async_llm import off_loop
+from jaxengine.engine.async_llm import UnavailableError, off_loop
 from jaxengine.frontend.validation import check_token_ids
 from jaxengine.metrics.prometheus import CONTENT_TYPE
 from jaxengine.server.chat import render
-from jaxengine.server.errors import ApiError
+from jaxengine.server.errors import RETRY_AFTER, ApiError
 from jaxengine.server.protocol import DetokenizeBody, TokenizeBody
 from jaxengine.server.state import check_model, engine_of, state_of
 
@@ -24,9 +24,24 @@ router = APIRouter()
 @router.get("/ping", response_model=None)
 @router.post("/ping", response_model=None)
 async def health(request: Request) -> Response:
-    """200 when requests can be served; 503 while loading, draining, or with a dead engine."""
-    engine_of(request)
-    return Response(status_code=200)
+    """200 when requests can be served: {"status": "ok"}, or "degraded" while some ranks are not
+    healthy. 503 while loading, draining, with a dead engine, or ("unavailable") without a healthy
+    rank."""
+    try:
+        board = engine_of(request).board
+    except UnavailableError:
+        return JSONResponse({"status": "unavailable"}, 503, {"Retry-After": RETRY_AFTER})
+    whole = len(board.healthy()) == len(board.ranks)
+    return JSONResponse({"status": "ok" if whole else "degraded"})
+
+
+@router.get("/health/live")
+async def live(request: Request) -> dict[str, str]:
+    """200 while this process answers and has not given up: starting it again would not help."""
+    engine = state_of(request).engine
+    if engine is not None and engine.dead_error is not None:
+        raise engine.dead_error
+    return {"status": "live"}
 
 
 @router.get("/version")

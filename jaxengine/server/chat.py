@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
-from jaxengine.engine.async_llm import AsyncLLM, RequestStream, off_loop
+from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream, off_loop
 from jaxengine.frontend.chat_template import render_messages
 from jaxengine.frontend.outputs import CompletionOutput, usage
 from jaxengine.frontend.validation import RequestError
@@ -37,7 +37,7 @@ from jaxengine.server.responses import (
     usage_body,
 )
 from jaxengine.server.sse import DONE, event, sse_response
-from jaxengine.server.state import body_size, check_model, engine_of, request_id_of
+from jaxengine.server.state import body_size, check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
 
 router = APIRouter()
@@ -60,7 +60,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation, whole or streamed."""
     engine = engine_of(request)
     call = await off_loop(body_size(request), lambda: _check(body, engine, request))
-    streams = await unless_hangup(request, _admit(call, engine))
+    placement = placement_of(request, body.data_parallel_rank, body.user)
+    streams = await unless_hangup(request, _admit(call, engine, placement))
     if body.stream:
         return await sse_response(request, _chunks(call, streams[0]), close_all(streams))
     try:
@@ -102,12 +103,12 @@ def _check(body: ChatBody, engine: AsyncLLM, request: Request) -> _Call:
     return _Call(body, params, echo, f"chatcmpl-{request_id_of(request)}", model)
 
 
-async def _admit(call: _Call, engine: AsyncLLM) -> list[RequestStream]:
+async def _admit(call: _Call, engine: AsyncLLM, placement: Placement) -> list[RequestStream]:
     body = call.body
     text = await render(body, engine)
     prompt = {"prompt": text, "add_special_tokens": bool(body.add_special_tokens)}
     try:
-        return await admit(engine, [prompt], call.params, call.id, body)
+        return await admit(engine, [prompt], call.params, call.id, body, placement)
     except RequestError as error:  # the client wrote messages and top_logprobs
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if error.field == "max_tokens" and body.max_completion_tokens is not None:

@@ -31,7 +31,7 @@ from jaxengine.server.responses import (
     usage_body,
 )
 from jaxengine.server.sse import DONE, event, sse_response
-from jaxengine.server.state import body_size, check_model, engine_of, request_id_of
+from jaxengine.server.state import body_size, check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
 
 router = APIRouter()
@@ -58,9 +58,9 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue text or token ids; a list of prompts gives n choices for each."""
     engine = engine_of(request)
     call = await off_loop(body_size(request), lambda: _check(body, engine, request))
+    placement = placement_of(request, body.data_parallel_rank, body.user)
     streams = await unless_hangup(
-        request,
-        admit(engine, call.prompts, call.params, call.id, body),
+        request, admit(engine, call.prompts, call.params, call.id, body, placement)
     )
     if body.stream:
         return await sse_response(request, _chunks(call, streams, engine), close_all(streams))

@@ -12,7 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from jaxengine.engine.async_llm import EngineDeadError, OverloadedError, ShuttingDownError
+from jaxengine.engine.async_llm import (
+    EngineDeadError,
+    OverloadedError,
+    ShuttingDownError,
+    UnavailableError,
+)
 from jaxengine.frontend.chat_template import ChatTemplateError
 from jaxengine.frontend.validation import RequestError
 
@@ -74,6 +79,8 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="overloaded")
     if isinstance(error, ShuttingDownError):
         return ApiError(503, str(error), code="shutting_down")
+    if isinstance(error, UnavailableError):
+        return ApiError(503, str(error), code="unavailable")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
     if isinstance(error, RequestValidationError):
@@ -111,6 +118,7 @@ def install(app: FastAPI) -> None:
         ChatTemplateError,
         OverloadedError,
         ShuttingDownError,
+        UnavailableError,
         EngineDeadError,
         RequestValidationError,
         HTTPException,

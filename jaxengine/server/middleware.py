@@ -18,7 +18,7 @@ from jaxengine.server.errors import CLIENT_GONE, ApiError, error_response
 log = logging.getLogger("jaxengine.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/health/live"})
 
 
 class Gate:

@@ -127,7 +127,8 @@ async def _run(
     state.engine = engine
     ready = engine.ready
     log.info(
-        "ready: context %d tokens, %d KV blocks of %d tokens",
+        "ready: %d engines, context %d tokens, %d KV blocks of %d tokens",
+        len(engine.board.ranks),
         ready.max_model_len,
         ready.num_blocks,
         ready.block_size,

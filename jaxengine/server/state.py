@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.async_llm import AsyncLLM, served_name
+from jaxengine.engine.async_llm import AsyncLLM, Placement, served_name
 from jaxengine.server.errors import ApiError
 
 
@@ -32,7 +32,8 @@ def state_of(request: Request) -> ServerState:
 
 
 def engine_of(request: Request) -> AsyncLLM:
-    """The running engine. Raises ApiError 503 while the model loads or the server drains."""
+    """The running engine. Raises ApiError 503 while the model loads or the server drains, and what
+    `AsyncLLM.check` does."""
     state = state_of(request)
     if state.draining:
         raise ApiError(503, "the server is shutting down", code="shutting_down")
@@ -53,6 +54,25 @@ def check_model(request: Request, model: str | None) -> str:
             code="model_not_found",
         )
     return model or names[0]
+
+
+def placement_of(request: Request, rank: int | None, user: str | None) -> Placement:
+    """Where a request wants to run: `rank` and `user` are its body's data_parallel_rank and user,
+    the headers X-data-parallel-rank and X-Session-Id say the same. Raises ApiError 400."""
+    header, name = request.headers.get("x-data-parallel-rank"), "data_parallel_rank"
+    if header is not None:
+        if not (header.isascii() and header.isdecimal() and len(header) < 10):
+            raise ApiError(
+                400, f"X-data-parallel-rank must be a rank's number, got {header!r}", param=name
+            )
+        if rank is not None and rank != int(header):
+            raise ApiError(
+                400,
+                f"data_parallel_rank {rank} and X-data-parallel-rank {header} differ",
+                param=name,
+            )
+        rank = int(header)
+    return Placement(rank, request.headers.get("x-session-id") or user)
 
 
 def body_size(request: Request) -> int:

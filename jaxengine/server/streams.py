@@ -9,7 +9,8 @@ from typing import Any
 
 from fastapi import Request
 
-from jaxengine.engine.async_llm import AsyncLLM, RequestStream
+from jaxengine.engine.admission import UNAVAILABLE
+from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream
 from jaxengine.engine.messages import INVALID_REQUEST
 from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.frontend.processor import Prompt
@@ -42,10 +43,13 @@ async def _hangup(request: Request) -> None:
 
 
 def raise_if_failed(output: RequestOutput) -> None:
-    """ApiError when the engine ended a sequence with an error: 400 if it refused it, else 500."""
+    """ApiError when the engine ended a sequence with an error: 400 if it refused it, 503 if it had
+    failed itself before, else 500."""
     for choice in output.outputs:
         if choice.finish_reason == "error":
             text = choice.error or "the engine could not finish this request"
+            if choice.stop_reason == UNAVAILABLE:
+                raise ApiError(503, text, code="unavailable")
             # what only the engine finds out of a constraint is the client's mistake too
             constraint = text.startswith("structured_outputs")
             refused = constraint or choice.stop_reason == INVALID_REQUEST
@@ -103,6 +107,7 @@ async def admit(
     params: SamplingParams,
     request_id: str,
     body: SamplingBody,
+    placement: Placement,
 ) -> list[RequestStream]:
     """A stream for each prompt; all or none: what was admitted is closed when one is refused."""
     streams: list[RequestStream] = []
@@ -117,6 +122,7 @@ async def admit(
                 # a number that is no integer is refused with the other parameters
                 priority=0 if body.priority is None else body.priority,  # type: ignore[arg-type]
                 cache_salt=body.cache_salt,
+                placement=placement,
             )
             streams.append(stream)
     except BaseException as error:

@@ -12,6 +12,7 @@ from jaxengine.pallas_kernels.mla_attention import mosaic
 from jaxengine.pallas_kernels.mla_attention.reference import latent_attention
 from jaxengine.pallas_kernels.paged_attention import plan as pn
 from jaxengine.pallas_kernels.paged_attention.combine import combine
+from jaxengine.pallas_kernels.paged_attention.packing import pack, unpack
 
 
 def unsupported(q: Any, cache: Any, latent: int) -> str:
@@ -92,13 +93,8 @@ def mla_attention(
     if plan is None:
         plan = make_plan(q_start, kv_len, num_tokens=tokens, heads=heads, num_sms=sms)
     tiles, ctas = jnp.asarray(plan.tiles), jnp.asarray(plan.ctas)
-    rows = jnp.arange(64)
-    head = jnp.arange(virtual)[:, None] * group + rows[None] % group
-    last = jnp.maximum(tiles[:, pn.COUNT] - 1, 0)
-    token = tiles[:, pn.TOKEN, None] + jnp.minimum(rows // group, last[:, None])
-    packed = q[jnp.clip(token, 0, tokens - 1)[:, None, :], head[None]]
     out, part_o, part_ml = mosaic.attend(
-        packed,
+        pack(q, tiles, group=group, rows=64),
         cache,
         tiles,
         ctas,
@@ -109,12 +105,4 @@ def mla_attention(
         interpret=interpret,
     )
     out = combine(out, part_o, part_ml, ctas, interpret=interpret)
-    used = tiles[:, pn.UNITS] > 0
-    start = jnp.where(used, tiles[:, pn.TOKEN], tokens)
-    index = jnp.arange(tokens)
-    tile = jnp.maximum(jnp.searchsorted(start, index, side="right") - 1, 0)
-    inside = index - start[tile]
-    live = (inside >= 0) & (inside < tiles[tile, pn.COUNT])
-    row = jnp.clip(inside, 0, tile_tokens - 1)[:, None] * group + jnp.arange(heads)[None] % group
-    result = out[tile[:, None], jnp.arange(heads)[None] // group, row]
-    return jnp.where(live[:, None, None], result, 0).astype(q.dtype)
+    return unpack(out, tiles, group=group, tokens=tokens).astype(q.dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 ALIGN = 8  # rows; a TMA tile's height, so every expert's rows start at a multiple of it
+EXPERT, FIRST, ROWS, USED = range(4)  # columns of the tile table
 
 
 def route(
@@ -103,3 +104,21 @@ def combine(
     """Weighted sum of each token's copies: a gather, so without atomics and always the same."""
     rows = y.at[where.position].get(mode="fill", fill_value=0).astype(jnp.float32)
     return (rows * weights[:, :, None].astype(jnp.float32)).sum(1).astype(y.dtype)
+
+
+def plan_tiles(
+    starts: Int[Array, "E"], counts: Int[Array, "E"], rows: int, block_m: int
+) -> Int[Array, "tiles 4"]:
+    """Tiles of block_m rows, expert by expert: expert, first row / 8 (so that the compiler sees a
+    multiple of 8), own rows (a multiple of 8), number of tiles. Experts without rows have none."""
+    experts = counts.shape[0]
+    size = rows // block_m + experts
+    tiles = -(-counts // block_m)
+    end = jnp.cumsum(tiles)
+    index = jnp.arange(size)
+    expert = jnp.minimum(jnp.searchsorted(end, index, side="right"), experts - 1)
+    inside = (index - (end[expert] - tiles[expert])) * block_m
+    own = jnp.clip(-(-(counts[expert] - inside) // ALIGN) * ALIGN, 0, block_m)
+    used = jnp.full((size,), end[-1])
+    table = jnp.stack([expert, (starts[expert] + inside) // ALIGN, own, used], axis=1)
+    return table.astype(jnp.int32)

@@ -19,6 +19,7 @@ from jaxengine.pallas_kernels.paged_attention import mosaic
 from jaxengine.pallas_kernels.paged_attention import plan as pn
 from jaxengine.pallas_kernels.paged_attention.combine import combine
 from jaxengine.pallas_kernels.paged_attention.config import AttentionConfig, default_config
+from jaxengine.pallas_kernels.paged_attention.packing import pack, tile_heads, unpack
 from jaxengine.pallas_kernels.paged_attention.ragged import ragged_attention
 
 
@@ -60,15 +61,20 @@ def _check(q: Any, kv_cache: Any, block_table: Any, sinks: Any, kv_scales: Any) 
         raise ValueError(f"kv_scales must be [{kv_heads}, 2], got {kv_scales.shape}")
 
 
-def choose_config(tokens: int, rows: int, heads: int, kv_cache: Any) -> AttentionConfig:
-    """The measured configuration for a batch of at most `tokens` in `rows` rows, or a default."""
+def choose_config(
+    tokens: int, rows: int, heads: int, kv_cache: Any, *, extras: bool = False
+) -> AttentionConfig:
+    """The measured configuration for a batch of at most `tokens` in `rows` rows, or a default;
+    `extras` where scores are capped or have sinks. A plan and its calls need the same."""
     _, _, kv_heads, page, dim = kv_cache.shape
     group, per_row = heads // kv_heads, -(-tokens // rows)
     key: dict[str, Any] = {"head_dim": dim, "group": group, "page": page}
     key |= {"kv": jnp.dtype(kv_cache.dtype).name, "tokens_per_row_bucket": per_row}
     tuned = tuning.measured("paged_attention", key)
     fp8 = jnp.dtype(kv_cache.dtype).itemsize == 1
-    return AttentionConfig(**tuned) if tuned else default_config(dim, per_row, group, fp8)
+    if tuned and not extras:
+        return AttentionConfig(**tuned)
+    return default_config(dim, per_row, group, fp8, extras=extras)
 
 
 def make_plan(
@@ -132,7 +138,8 @@ def paged_attention(
     group = heads // kv_heads
     fp8 = jnp.dtype(kv_cache.dtype).itemsize == 1
     if config is None:
-        config = choose_config(tokens, kv_len.shape[0], heads, kv_cache)
+        extras = soft_cap > 0 or sinks is not None
+        config = choose_config(tokens, kv_len.shape[0], heads, kv_cache, extras=extras)
     if fp8 and config.compute_wgs != 1:
         raise ValueError("an fp8 cache needs a config with compute_wgs=1")
     reason = unsupported(q.shape, q.dtype, kv_cache.shape, kv_cache.dtype)
@@ -166,13 +173,9 @@ def paged_attention(
         )
     # bfloat16 has no exact conversion from fp8 on these tensor cores; float16 has.
     working = q.astype(jnp.float16) if fp8 else q
-    rows = jnp.arange(config.rows)
-    head = jnp.arange(kv_heads)[:, None] * group + rows[None] % group
-    last = jnp.maximum(tiles[:, pn.COUNT] - 1, 0)
-    token = tiles[:, pn.TOKEN, None] + jnp.minimum(rows // group, last[:, None])
-    packed = working[jnp.clip(token, 0, tokens - 1)[:, None, :], head[None]]
+    by_row = tile_heads(heads, group, config.rows)
     out, part_o, part_ml = mosaic.attend(
-        packed,
+        pack(working, tiles, group=group, rows=config.rows),
         kv_cache,
         tiles,
         ctas,
@@ -182,18 +185,9 @@ def paged_attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
-        sinks=None if sinks is None else sinks.astype(jnp.float32)[head],
+        sinks=None if sinks is None else sinks.astype(jnp.float32)[by_row],
         kv_scales=kv_scales,
         interpret=interpret,
     )
     out = combine(out, part_o, part_ml, ctas, interpret=interpret)
-    # Back from tiles to tokens.
-    used = tiles[:, pn.UNITS] > 0
-    start = jnp.where(used, tiles[:, pn.TOKEN], tokens)
-    index = jnp.arange(tokens)
-    tile = jnp.maximum(jnp.searchsorted(start, index, side="right") - 1, 0)
-    inside = index - start[tile]
-    live = (inside >= 0) & (inside < tiles[tile, pn.COUNT])
-    row = jnp.clip(inside, 0, tile_tokens - 1)[:, None] * group + jnp.arange(heads)[None] % group
-    result = out[tile[:, None], jnp.arange(heads)[None] // group, row]
-    return jnp.where(live[:, None, None], result, 0).astype(q.dtype)
+    return unpack(out, tiles, group=group, tokens=tokens).astype(q.dtype)

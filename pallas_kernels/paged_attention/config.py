@@ -28,13 +28,19 @@ class AttentionConfig:
 
 
 def default_config(
-    head_dim: int, tokens_per_row: int, group: int, fp8: bool = False
+    head_dim: int, tokens_per_row: int, group: int, fp8: bool = False, *, extras: bool = False
 ) -> AttentionConfig:
-    """A choice without a table: 64 rows for decode, 128 for longer chunks of prompts."""
+    """A choice without a table: 64 rows for decode, 128 for longer chunks of prompts.
+
+    `extras` says that scores are capped or have sinks, which takes registers: such prompts get
+    smaller KV blocks, or the kernel spills.
+    """
     if fp8:
         return AttentionConfig(1, 64, 4 if head_dim <= 128 else 2, 1)
     if head_dim > 192:
         return AttentionConfig(1, 64, 2, 1)
     if tokens_per_row * group <= 64:
         return AttentionConfig(1, 64, 2, 2 if head_dim <= 128 else 1)
-    return AttentionConfig(2, 128, 2, 1) if head_dim <= 128 else AttentionConfig(2, 64, 2, 1)
+    if head_dim > 128:
+        return AttentionConfig(1 if extras else 2, 64, 2, 1)
+    return AttentionConfig(2, 64, 3, 1) if extras else AttentionConfig(2, 128, 2, 1)

@@ -312,7 +312,11 @@ def attend(
 
     def widen(narrow: Any, to: Any) -> None:
         """fp8 to the query's type, which the tensor cores can multiply with it."""
-        to[...] = narrow[...].astype(jnp.float32).astype(q.dtype)
+        # A wide head in parts: its float32 values do not fit beside the accumulator.
+        width = 128 if dim % 128 == 0 else dim
+        for column in range(0, dim, width):
+            part = pl.ds(column, width)
+            to.at[:, part][...] = narrow.at[:, part][...].astype(jnp.float32).astype(q.dtype)
         mg.commit_smem()
 
     shapes = (

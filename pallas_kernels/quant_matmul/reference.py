@@ -18,7 +18,7 @@ class QuantWeight(NamedTuple):
     data: int8 [N, K], fp8 (e4m3) [N, K], or int4 packed in int8 [N, K / 2]: in every block of 128
     inputs, byte j holds input j in its low and input j + 64 in its high half.
     scale [N, K / group]: what the stored numbers of each group of inputs are multiplied by; one
-    column for a scale per output.
+    column for a scale per output, and then one row for a scale per tensor.
     """
 
     data: Int[Array, "N K2"]
@@ -46,8 +46,11 @@ def unpack_int4(data: Int[Array, "N K2"]) -> Int[Array, "N K"]:
     return jnp.stack([low, high], axis=2).reshape(n, half * 2).astype(jnp.int8)
 
 
-def quantise(weight: Float[Array, "N K"], kind: str, group: int = 0) -> QuantWeight:
-    """Symmetric, by the largest magnitude of an output's inputs, or of each `group` of them.
+def quantise(
+    weight: Float[Array, "N K"], kind: str, group: int = 0, *, whole: bool = False
+) -> QuantWeight:
+    """Symmetric, by the largest magnitude of an output's inputs, of each `group` of them, or of
+    the `whole` weight.
 
     Raises ValueError for an unknown kind or a K that the group (int4: 128) does not divide.
     """
@@ -59,12 +62,15 @@ def quantise(weight: Float[Array, "N K"], kind: str, group: int = 0) -> QuantWei
         raise ValueError(f"{k} inputs are no multiple of {PACK if kind == 'int4' else size}")
     top = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}[kind]
     w = weight.astype(jnp.float32).reshape(n, k // size, size)
-    scale = jnp.maximum(jnp.abs(w).max(-1) / top, 1e-12)
+    largest = jnp.abs(w).max(-1)
+    if whole:
+        largest = largest.max(keepdims=True)
+    scale = jnp.maximum(largest / top, 1e-12)
     w = (w / scale[:, :, None]).reshape(n, k)
     if kind == "fp8":
         return QuantWeight(w.astype(jnp.float8_e4m3fn), scale)
-    whole = jnp.clip(jnp.round(w), -top, top).astype(jnp.int8)
-    return QuantWeight(pack_int4(whole) if kind == "int4" else whole, scale)
+    data = jnp.clip(jnp.round(w), -top, top).astype(jnp.int8)
+    return QuantWeight(pack_int4(data) if kind == "int4" else data, scale)
 
 
 def dequantise(weight: QuantWeight, dtype: Any = jnp.float32) -> Array:
@@ -84,10 +90,23 @@ def matmul(x: Float[Array, "T K"], weight: QuantWeight) -> Float[Array, "T N"]:
     return y.astype(x.dtype)
 
 
-def fp8_matmul(x: Float[Array, "T K"], weight: QuantWeight) -> Float[Array, "T N"]:
-    """Both operands in fp8, tokens scaled by their largest magnitude: XLA gives it to cuBLASLt."""
+def quantise_tokens(
+    x: Float[Array, "T K"], x_scale: Float[Array, ""] | None = None
+) -> tuple[Float[Array, "T K"], Float[Array, "T"]]:
+    """fp8 numbers and their scales: each token's by its largest magnitude, or all `x_scale`."""
     wide = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.abs(wide).max(-1, keepdims=True) / 448.0, 1e-12)
-    narrow = (wide / scale).astype(jnp.float8_e4m3fn)
+    if x_scale is None:
+        scale = jnp.maximum(jnp.abs(wide).max(-1) / 448.0, 1e-12)
+    else:
+        scale = jnp.broadcast_to(jnp.asarray(x_scale, jnp.float32), x.shape[:1])
+    # Beyond the largest number e4m3 has only NaN.
+    return jnp.clip(wide / scale[:, None], -448.0, 448.0).astype(jnp.float8_e4m3fn), scale
+
+
+def fp8_matmul(
+    x: Float[Array, "T K"], weight: QuantWeight, x_scale: Float[Array, ""] | None = None
+) -> Float[Array, "T N"]:
+    """Both operands in fp8: XLA gives it to cuBLASLt."""
+    narrow, scale = quantise_tokens(x, x_scale)
     y = jnp.einsum("tk,nk->tn", narrow, weight.data, preferred_element_type=jnp.float32)
-    return (y * scale * weight.scale[:, 0]).astype(x.dtype)
+    return (y * scale[:, None] * weight.scale[:, 0]).astype(x.dtype)

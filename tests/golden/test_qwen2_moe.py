@@ -75,6 +75,7 @@ def model(tmp_path_factory) -> tuple[str, dict]:
     return str(folder), config
 
 
+@pytest.mark.slow  # the layer itself is tested in unit/layers
 def test_equals_the_dense_oracle(model) -> None:
     folder, config = model
     rng = np.random.default_rng(3)

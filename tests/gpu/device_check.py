@@ -2,11 +2,12 @@
 
     python tests/gpu/device_check.py [OUT.json] [--seconds 330]
 
-from the repository's root, with only jax and numpy installed. Outputs are checked against float64
-on the host with NaN in all memory that nobody owns, each kernel is repeated and its bits
-compared (a race shows as a changed bit), then speeds are measured beside a device copy, cuDNN's
-attention and lax.ragged_dot in the same run. Writes JSON and prints a table; the exit status is
-1 if any answer was wrong. Parts that do not fit the time are named, not run.
+from the repository's root, with only jax, jaxtyping and numpy installed. Outputs are checked
+against float64 on the host with NaN in all memory that nobody owns, each kernel is repeated and
+its bits compared (a race shows as a changed bit), then speeds are measured beside a device copy,
+cuDNN's attention and lax.ragged_dot in the same run, and decode steps of a random llama of 8B.
+Writes JSON and prints a table; the exit status is 1 if any answer was wrong. Parts that do not
+fit the time are named, not run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from jaxengine.pallas_kernels.paged_attention.config import (  # noqa: E402
     default_config,
 )
 from jaxengine.pallas_kernels.quant_matmul import quant_matmul, quantise  # noqa: E402
-from jaxengine.pallas_kernels.quant_matmul.reference import dequantise  # noqa: E402
+from jaxengine.pallas_kernels.quant_matmul.reference import (  # noqa: E402
+    dequantise,
+    quantise_tokens,
+)
 
 REPEATS = 10
 CHECK_SECONDS = 210.0  # checks that would start later are skipped, to leave time for speeds
@@ -178,44 +182,62 @@ def small_kernels(rng: np.random.Generator) -> None:
             want = f64(x) @ np.asarray(dequantise(q), np.float64).T
             product = jax.jit(lambda x, q: quant_matmul(x, q, backend="mosaic"))
             check(f"{kind_name} group {group}", lambda q=q, p=product: p(x, q), want, 4e-3)
+    for rows in (1, 7, 40, 300):
+        x = jnp.asarray(rng.standard_normal((rows, 4096)), jnp.bfloat16)
+        for whole, fixed in ((False, None), (True, jnp.float32(0.01))):
+            q = quantise(w, "fp8", whole=whole)
+            values, scales = quantise_tokens(x, fixed)
+            want = f64(values) * f64(scales)[:, None] @ np.asarray(dequantise(q), np.float64).T
+            product = jax.jit(lambda x, q, s=fixed: quant_matmul(x, q, x_scale=s, backend="mosaic"))
+            name = f"fp8 tokens {rows} {'per tensor' if whole else 'per channel and token'}"
+            # The tensor cores' own rounding of fp8 sums comes on top of bfloat16's.
+            check(name, lambda x=x, q=q, p=product: p(x, q), want, 6e-3)
 
 
 def experts(rng: np.random.Generator) -> None:
-    for count, tokens, tiles in (
-        (8, 300, None),
-        (128, 40, None),
-        (128, 2000, None),
-        (8, 300, moe.MoeConfig(2, 128, 64, 4)),
-        (8, 20, moe.MoeConfig(1, 128, 64, 4)),
+    swapped = [moe.MoeConfig(2, 128, 128, 3, True, rows) for rows in (8, 16, 32)]
+    for count, tokens, tiles, name in (
+        (8, 300, None, "silu"),
+        (128, 40, None, "silu"),
+        (128, 2000, None, "gelu"),
+        (32, 50, None, "clamped_swiglu"),
+        (32, 3000, None, "clamped_swiglu"),
+        (8, 300, moe.MoeConfig(2, 128, 64, 4), "silu"),
+        (8, 20, moe.MoeConfig(1, 128, 64, 4), "silu"),
+        *((8, 60, tiles, "clamped_swiglu") for tiles in swapped),
     ):
         width, inner = 512, 256
         x = jnp.asarray(rng.standard_normal((tokens, width)), jnp.bfloat16)
         w = jnp.asarray(rng.standard_normal((count, 2 * inner, width)) / 16, jnp.bfloat16)
+        bias = jnp.asarray(rng.standard_normal((count, 2 * inner)), jnp.bfloat16)
         # A few experts get no token.
         ids = jnp.asarray(rng.integers(0, max(count - 2, 1), (tokens, 2)), jnp.int32)
         d = moe.dispatch(ids, count)
         owner = np.asarray(ids).reshape(-1)
-        y = np.einsum(
-            "tk,tnk->tn", np.repeat(f64(x), 2, 0), f64(w)[owner], optimize=True
-        ) if tokens <= 300 else None  # fmt: skip
+        copies, y = np.repeat(f64(x), 2, 0), np.zeros((2 * tokens, 2 * inner))
+        for e in range(count):
+            y[owner == e] = copies[owner == e] @ f64(w[e]).T + f64(bias[e])
         run = jax.jit(
-            lambda x, w, d, c=tiles: moe.grouped_matmul(
-                moe.routing.gather_rows(x, d), w, d.starts, d.counts,
-                activation="silu", config=c, backend="mosaic",
+            lambda x, w, b, d, c=tiles, n=name: moe.grouped_matmul(
+                moe.routing.gather_rows(x, d), w, d.starts, d.counts, bias=b,
+                activation=n, config=c, backend="mosaic",
             )[d.position.reshape(-1)]
         )  # fmt: skip
-        if y is None:
-            y = np.concatenate(
-                [
-                    f64(x)[t : t + 1] @ f64(w[e]).T
-                    for t in range(0, tokens)
-                    for e in owner[2 * t : 2 * t + 2]
-                ]
-            )
-        gate, up = np.split(y, 2, -1)
-        want = gate / (1 + np.exp(-gate)) * up
-        name = f"experts {count} tokens {tokens} {'' if tiles is None else tiles.block_m}"
-        check(name, lambda x=x, w=w, d=d, r=run: r(x, w, d), want, 6e-3)
+        want = activated(name, *np.split(y, 2, -1))
+        label = f"experts {count} tokens {tokens} {name}"
+        if tiles is not None:
+            label += f" rows {tiles.block_m}{' swapped' if tiles.swap else ''}"
+        check(label, lambda x=x, w=w, b=bias, d=d, r=run: r(x, w, b, d), want, 6e-3)
+
+
+def activated(name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if name == "gelu":
+        inside = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+        return np.asarray(0.5 * gate * (1 + np.tanh(inside)) * up)
+    if name == "clamped_swiglu":
+        gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0) + 1
+        return np.asarray(gate / (1 + np.exp(-1.702 * gate)) * up)
+    return np.asarray(gate / (1 + np.exp(-gate)) * up)
 
 
 def latents(rng: np.random.Generator) -> None:
@@ -253,10 +275,7 @@ def decode_speed(batch: int, context: int, page: int, tiles: AttentionConfig) ->
     table = jax.random.permutation(key, batch * per_row).reshape(batch, per_row).astype(jnp.int32)
     start = jnp.arange(batch + 1, dtype=jnp.int32)
     length = jnp.full((batch,), context, jnp.int32)
-    plan = api.make_plan(
-        np.asarray(start), np.asarray(length), num_tokens=batch, heads=heads, kv_heads=kv_heads,
-        config=tiles, num_sms=device.num_sms(),
-    )  # fmt: skip
+    plan = make_plan(np.asarray(start), np.asarray(length), batch, tiles)
     plan = type(plan)(*(jnp.asarray(p) for p in plan))
     run = jax.jit(
         lambda *a: api.paged_attention(
@@ -309,8 +328,38 @@ def grouped_speed(tokens: int, width: int, inner: int, count: int, ours: bool) -
     return {"us": seconds * 1e6, "TFLOP_per_s": 2 * tokens * width * inner / seconds / 1e12}
 
 
+def expert_decode_speed(swap: bool) -> dict[str, Any]:
+    """Qwen3-30B-A3B's gate and up projections for a decode batch of 64 tokens."""
+    key, count, width, inner = jax.random.key(0), 128, 2048, 768
+    w = jax.random.normal(key, (count, 2 * inner, width), jnp.bfloat16)
+    ids = jax.random.randint(key, (64, 8), 0, count)
+    d = moe.dispatch(ids, count)
+    x = jax.random.normal(key, (len(d.token), width), jnp.bfloat16)
+    tiles = moe.MoeConfig(2, 128, 128, 2, True, 8) if swap else moe.MoeConfig(1, 128, 64, 4)
+    run = jax.jit(
+        lambda x, w, d: moe.grouped_matmul(
+            x, w, d.starts, d.counts, activation="silu", config=tiles, backend="mosaic"
+        )
+    )
+    seconds = timed(run, x, w, d)
+    moved = int((d.counts > 0).sum()) * 2 * inner * width * 2
+    return {"us": seconds * 1e6, "TB_per_s": moved / seconds / 1e12}
+
+
+def fp8_speed(tokens: int, backend: str) -> dict[str, Any]:
+    """llama 8B's down projection in fp8, activations quantised by token."""
+    key, outputs, inputs = jax.random.key(0), 4096, 14336
+    q = quantise(jax.random.normal(key, (outputs, inputs)), "fp8")
+    x = jax.random.normal(key, (tokens, inputs), jnp.bfloat16)
+    seconds = timed(jax.jit(lambda x, q: quant_matmul(x, q, backend=backend)), x, q)
+    flops = 2 * tokens * outputs * inputs
+    figures = {"us": seconds * 1e6, "TFLOP_per_s": flops / seconds / 1e12}
+    return figures | {"TB_per_s": q.data.nbytes / seconds / 1e12}
+
+
 def step_speed(batch: int, context: int) -> dict[str, Any]:
-    """Whole decode step of a random llama of 8B."""
+    """Decode of a random llama of 8B: steps one by one, then the loop as the engine runs it, with
+    positions, slots and lengths made on the host each step and tokens read one step late."""
     shape = decode_step.StepShape(128256, 32, 4096, 32, 8, 128, 14336)
     page, per_row = 64, -(-context // 64)
     key = jax.random.key(0)
@@ -329,6 +378,7 @@ def step_speed(batch: int, context: int) -> dict[str, Any]:
     position = jnp.full((batch,), context - 1, jnp.int32)
     slots = table[:, -1] * page + (context - 1) % page
     start, length = jnp.arange(batch + 1, dtype=jnp.int32), position + 1
+    blocks, of = np.asarray(table), np.arange(batch)
     times = []
     for _ in range(12):
         begin = time.perf_counter()
@@ -336,7 +386,36 @@ def step_speed(batch: int, context: int) -> dict[str, Any]:
         jax.block_until_ready(tokens)
         times.append(time.perf_counter() - begin)
     seconds = float(np.median(times[2:]))
-    return {"ms": seconds * 1e3, "tokens_per_s": batch / seconds}
+    steps, pending = 40, None
+    begin, planning = time.perf_counter(), 0.0
+    for i in range(steps):
+        host = time.perf_counter()
+        at = np.full((batch,), context - steps + i, np.int32)
+        slots = (blocks[of, at // page] * page + at % page).astype(np.int32)
+        planning += time.perf_counter() - host
+        tokens, cache = run(params, cache, tokens, at, slots, table, start, at + 1)
+        if pending is not None:
+            np.asarray(pending)
+        pending = tokens
+    jax.block_until_ready(tokens)
+    loop = time.perf_counter() - begin
+    host = time.perf_counter()
+    make_plan(np.arange(batch + 1), at + 1, batch, tiles)
+    return {
+        "ms": seconds * 1e3,
+        "tokens_per_s": batch / seconds,
+        "loop_tokens_per_s": batch * steps / loop,
+        "host_us_per_step": planning / steps * 1e6,
+        "work_list_by_numpy_us": (time.perf_counter() - host) * 1e6,
+    }
+
+
+def make_plan(start: np.ndarray, length: np.ndarray, tokens: int, tiles: AttentionConfig) -> Any:
+    """The work list of llama's 32 query and 8 kv heads, by NumPy."""
+    return api.make_plan(
+        start, length, num_tokens=tokens, heads=32, kv_heads=8, config=tiles,
+        num_sms=device.num_sms(),
+    )  # fmt: skip
 
 
 def speeds(budget: float) -> None:
@@ -355,8 +434,17 @@ def speeds(budget: float) -> None:
         for ours in (True, False):
             name = f"grouped 16384x4096x2048 experts {count} {'' if ours else 'ragged_dot'}"
             plan.append((name, lambda c=count, o=ours: grouped_speed(16384, 4096, 2048, c, o)))
+    for swap in (True, False):
+        name = f"experts 128 decode {'swapped' if swap else '64 rows'}"
+        plan.append((name, lambda s=swap: expert_decode_speed(s)))
+    for tokens in (16, 2048):
+        for backend in ("mosaic", "xla"):
+            name = f"fp8 4096x14336 tokens {tokens} {backend}"
+            plan.append((name, lambda t=tokens, b=backend: fp8_speed(t, b)))
     for batch in (1, 32, 256):
-        plan.append((f"llama 8B step batch {batch}", lambda b=batch: step_speed(b, 1024)))
+        plan.append(
+            (f"llama 8B decode loop batch batch {batch}", lambda b=batch: step_speed(b, 1024))
+        )
     for name, measure in plan:
         if time.monotonic() - START > budget:
             RESULTS["skipped"].append(name)

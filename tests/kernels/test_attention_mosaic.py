@@ -1,13 +1,9 @@
-"""The attention kernel in GPU interpret mode against float64, with races and planted bugs."""
+"""The attention kernel in GPU interpret mode against float64, with races."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import pathlib
-import subprocess
 import sys
-import tempfile
 from typing import Any
 
 import jax
@@ -113,73 +109,10 @@ def test_split_cases_split() -> None:
         assert int((plan.ctas[:, pn.MERGE_RUN] >= 0).sum()) > 0
 
 
-# What is taken out of the kernel's source, and what notices.
-MUTANTS = {
-    "no K wait": ("mg.barrier_wait(k_full.at(slot))", "pass"),
-    "no consumed wait": ("mg.barrier_wait(empty.at(slot))", "pass"),
-    "causal off by one": ("(at <= of)", "(at <= of + 1)"),
-    "tail not cleared": ("clear_tail(value, block)", "pass"),
-    "no V wait": (
-        "mg.barrier_wait(v_full.at(slot))\n                    if not",
-        "if not",
-    ),
-    "no query wait": ("mg.barrier_wait(q_full)", "pass"),
-    "no commit": (
-        "o_smem[wg] = o.astype(q.dtype)\n                    mg.commit_smem()",
-        "o_smem[wg] = o.astype(q.dtype)",
-    ),
-    "output buffer reused early": (
-        "complete = begins & ends\n                mg.wait_smem_to_gmem(0, wait_read_only=True)",
-        "complete = begins & ends",
-    ),
-    "window off by one": ("at > of - window", "at >= of - window"),
-}
-QUICK = ("no K wait", "causal off by one")
 MUTATED = (Case(((3, 330), (1, 140)), 4, 1, window=150, **HALF), AttentionConfig(1, 64, 2, 1), 1)
-
-
-def mutate(name: str) -> None:
-    """In a process of its own: replace the kernel by a mutant; exit 3 if it is caught."""
-    old, new = MUTANTS[name]
-    source = pathlib.Path(mosaic.__file__).read_text()
-    assert source.count(old) == 1, f"mutant {name!r} fits {source.count(old)} places"
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "mutant.py"
-        path.write_text(source.replace(old, new))
-        spec = importlib.util.spec_from_file_location("mutant", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["mutant"] = module
-        spec.loader.exec_module(module)
-        mosaic.attend = module.attend
-        try:
-            got, b = run(*MUTATED, races=True)
-        except Exception as e:  # noqa: BLE001 - whatever the checker raises
-            print("raised", type(e).__name__, str(e)[:200])
-            os._exit(3)
-        caught = any(RACES) or relative(got, b.expected) > 3e-3
-        print("races", RACES, "error", relative(got, b.expected))
-        os._exit(3 if caught else 0)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MUTANTS]
-)
-def test_planted_bug_is_caught(name: str) -> None:
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[2])}
-    command = [sys.executable, str(HERE), name]
-    try:
-        done = subprocess.run(command, env=env, timeout=60, capture_output=True, text=True)
-    except subprocess.TimeoutExpired:
-        return  # a deadlock is caught too
-    assert done.returncode == 3, done.stdout + done.stderr[-500:]
 
 
 def test_unmutated_kernel_passes_the_mutants_case() -> None:
     mg.reset_interpreter()
     got, b = run(*MUTATED, races=True)
     assert relative(got, b.expected) < 3e-3 and RACES == [False, False]
-
-
-if __name__ == "__main__":
-    mutate(sys.argv[1])

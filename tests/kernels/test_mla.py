@@ -70,9 +70,7 @@ def test_reference_is_float64s(lengths: list[tuple[int, int]], heads: int, seed:
     assert relative(mla_attention(*args, scale=SCALE, latent=64), want) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("rows", "heads", "sms"), [([(1, 700)], 16, 3), ([(2, 90), (1, 64)], 128, 2)]
-)
+@pytest.mark.parametrize(("rows", "heads", "sms"), [([(1, 400)], 16, 2), ([(2, 70)], 128, 2)])
 def test_kernel_is_float64s(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
     args, want = build(rows, heads, 128, 64, jnp.bfloat16, 0)
     mg.reset_interpreter()

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from jaxengine.pallas_kernels import _mgpu as mg
 from jaxengine.pallas_kernels.quant_matmul import quant_matmul, quantise
-from jaxengine.pallas_kernels.quant_matmul.config import QuantConfig
-from jaxengine.pallas_kernels.quant_matmul.reference import dequantise, pack_int4, unpack_int4
+from jaxengine.pallas_kernels.quant_matmul.config import Fp8Config, QuantConfig
+from jaxengine.pallas_kernels.quant_matmul.reference import (
+    dequantise,
+    fp8_matmul,
+    pack_int4,
+    quantise_tokens,
+    unpack_int4,
+)
 
 
 def relative(got: Any, want: np.ndarray) -> float:
@@ -63,6 +69,41 @@ def test_kernel_is_float64s(kind: str, group: int) -> None:
     assert not mg.races_found()
 
 
+FP8 = {
+    "decode, split": (5, 128, 512, Fp8Config(2, 2, 2, 8), False, None),
+    "per tensor": (19, 64, 384, Fp8Config(1, 2, 1, 32), True, 0.01),
+    "prefill": (130, 128, 256, Fp8Config(1, 2, 2, 128), False, None),
+}
+
+
+def run_fp8(name: str) -> float:
+    """Relative error of a case."""
+    rows, outputs, inputs, config, whole, x_scale = FP8[name]
+    x, w = pair(2, rows, outputs, inputs)
+    q, x = quantise(w, "fp8", whole=whole), x.astype(jnp.bfloat16)
+    fixed = None if x_scale is None else jnp.float32(x_scale)
+    how: dict[str, Any] = {"backend": "mosaic", "config": config, "x_scale": fixed}
+    got = quant_matmul(x, q, interpret=mg.interpret_params(True), **how)
+    values, scales = quantise_tokens(x, fixed)
+    narrow = np.asarray(values, np.float32).astype(np.float64) * np.asarray(scales)[:, None]
+    want = narrow @ np.asarray(dequantise(q), np.float64).T
+    assert relative(fp8_matmul(x, q, fixed), want) < 3e-3
+    return relative(got, want)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_kernel_is_float64s(name: str) -> None:
+    mg.reset_interpreter()
+    assert run_fp8(name) < 3e-3
+    assert not mg.races_found()
+
+
+def test_fixed_scale_saturates() -> None:
+    values, scales = quantise_tokens(jnp.array([[9000.0, -9000.0, 1.0]]), jnp.float32(2.0))
+    assert np.asarray(values, np.float32).tolist() == [[448.0, -448.0, 0.5]]
+    assert scales.tolist() == [2.0]
+
+
 def test_misfits_are_named() -> None:
     x, w = pair(0, 2, 64, 256)
     with pytest.raises(ValueError, match="kind must be one of"):
@@ -71,7 +112,12 @@ def test_misfits_are_named() -> None:
         quantise(w[:, :100], "int4")
     with pytest.raises(ValueError, match="does not fit"):
         quant_matmul(x[:, :128], quantise(w, "int8"))
-    with pytest.raises(ValueError, match="cuBLASLt"):
-        quant_matmul(x, quantise(w, "fp8"), backend="mosaic")
+    narrow = quantise(w, "fp8")
+    with pytest.raises(ValueError, match="inputs are float32"):
+        quant_matmul(x, narrow, backend="mosaic")
+    with pytest.raises(ValueError, match="QuantConfig does not fit fp8"):
+        quant_matmul(
+            x.astype(jnp.bfloat16), narrow, config=QuantConfig(), interpret=mg.interpret_params()
+        )
     with pytest.raises(ValueError, match="scales are for groups of 64"):
         quant_matmul(x.astype(jnp.bfloat16), quantise(w, "int8", 64), backend="mosaic")

@@ -1,0 +1,162 @@
+"""Sequences to ranks: chosen, remembered, and moved when their rank fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.admission import UnavailableError
+from jaxengine.engine.client import EngineClient, EngineDeadError
+from jaxengine.engine.dp.balancer import ANYWHERE, Balancer, Placement, prefix_key
+from jaxengine.engine.dp.health import Board
+from jaxengine.engine.dp.routes import Route, Routes
+from jaxengine.engine.messages import EngineOutput, EngineRequest
+from jaxengine.frontend.validation import RequestError
+
+log = logging.getLogger(__name__)
+
+
+class Watcher(Protocol):
+    """What counts the ranks' fortunes (`metrics.ranks.RankMetrics`)."""
+
+    def state(self, rank: int, state: str) -> None: ...
+    def fault(self, rank: int, kind: str) -> None: ...
+    def recovery(self, rank: int, ok: bool) -> None: ...
+    def aborted(self, rank: int) -> None: ...
+    def replayed(self, rank: int) -> None: ...
+
+
+class Placer:
+    """Sends sequences to ranks. `clients` by rank is its owner's, which may replace some."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        clients: Mapping[int, EngineClient],
+        board: Board,
+        watcher: Watcher,
+    ) -> None:
+        self._clients = clients
+        self._board = board
+        self._watcher = watcher
+        self._ranks = list(board.ranks)
+        self._fault_tolerant = config.fault.enable_fault_tolerance
+        self._affinity = config.data_parallel.data_parallel_affinity
+        self.balancer = Balancer(self._ranks)
+        self._routes = Routes(config.fault.retry_aborted_requests)
+        # a lone engine without fault tolerance has nowhere to move a sequence to
+        self._direct = len(self._ranks) == 1 and not self._fault_tolerant
+        self._aborting = 0  # orders under way that abort what is in flight
+
+    def check(self, placement: Placement = ANYWHERE) -> None:
+        """Raises RequestError for a rank that is not here, UnavailableError when no rank, or not
+        the chosen one, takes requests."""
+        rank = placement.rank
+        if rank is not None and rank not in self._ranks:
+            first, last = self._ranks[0], self._ranks[-1]
+            here = f"rank {first} is" if first == last else f"ranks {first} to {last} are"
+            raise RequestError(
+                "data_parallel_rank",
+                f"data_parallel_rank {rank} is not served here ({here})",
+            )
+        healthy = self._board.healthy()
+        if not healthy:
+            raise UnavailableError(f"no engine can take requests: {self._board.describe()}")
+        if rank is not None and rank not in healthy:
+            state = self._board.ranks[rank].state
+            raise UnavailableError(f"data_parallel_rank {rank} takes no requests: it is {state}")
+
+    def add(self, request: EngineRequest, placement: Placement = ANYWHERE) -> int:
+        """Send a sequence to a rank; returns which. Raises as `check`, or EngineDeadError."""
+        self.check(placement)
+        if self._direct:
+            rank = self._ranks[0]
+            self._clients[rank].add(request)
+            return rank
+        key = None
+        if self._affinity == "session":
+            key = placement.session
+        elif self._affinity == "prefix":
+            key = prefix_key(request.prompt_token_ids)
+        pinned = placement.rank is not None
+        route = Route(request, -1, pinned, key, abort_expected=self._aborting > 0)
+        among = self._board.healthy() if placement.rank is None else [placement.rank]
+        if not self._place(route, request, among):
+            raise UnavailableError("no engine can be reached")
+        return route.rank
+
+    def _place(self, route: Route, request: EngineRequest, among: list[int]) -> bool:
+        """Send `request` for `route` to one of `among`; False when none can be reached."""
+        left = set(among)
+        while left:
+            rank = self.balancer.choose(left, route.key)
+            try:
+                self._clients[rank].add(request)
+            except EngineDeadError as error:
+                if not self._fault_tolerant:
+                    raise
+                log.warning("rank %d: %s", rank, error)
+                left.discard(rank)
+                continue
+            route.rank = rank
+            self._routes.enter(route)
+            self.balancer.entered(rank)
+            return True
+        return False
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Idempotent; goes to the ranks that have the sequences."""
+        if self._direct:
+            self._clients[self._ranks[0]].abort(request_ids)
+            return
+        by_rank: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            route = self._routes.leave(request_id)
+            if route is not None:
+                self.balancer.left(route.rank)
+                by_rank.setdefault(route.rank, []).append(request_id)
+        for rank, ids in by_rank.items():
+            self._clients[rank].abort(ids)
+
+    def sift(self, rank: int, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """What of a rank's outputs goes to the streams; sequences that can go on elsewhere do."""
+        if self._direct:
+            return outputs
+        sifted = self._routes.sift(rank, outputs)
+        kept = sifted.outputs
+        kept += [last for route, last in sifted.moving if not self._move(route)]
+        for output in kept:
+            if output.finish_reason is None:
+                continue
+            route = self._routes.leave(output.request_id)
+            if route is None:
+                continue
+            self.balancer.left(rank)
+            if output.finish_reason == "abort" and not route.abort_expected:
+                self._watcher.aborted(rank)
+        return kept
+
+    def _move(self, route: Route) -> bool:
+        """Go on with a sequence on another rank; False (and it stays where it is) without one."""
+        before = route.rank
+        among = [rank for rank in self._board.healthy() if rank != before]
+        if not among or not self._place(route, route.next_request(), among):
+            return False
+        self.balancer.left(before)
+        self._watcher.replayed(before)
+        return True
+
+    def lose(self, rank: int) -> list[EngineOutput]:
+        """The rank's process is gone: last outputs of what cannot go on elsewhere."""
+        lost = [
+            EngineOutput(route.request.request_id, [], finish_reason="abort")
+            for route in self._routes.on(rank)
+        ]
+        return self.sift(rank, lost)
+
+    def expect_aborts(self, more: int) -> None:
+        """+1 when an order goes out that aborts what is in flight, -1 when it is answered."""
+        self._aborting += more
+        self._routes.expect_aborts()

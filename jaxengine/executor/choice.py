@@ -1,0 +1,85 @@
+"""Which compiled shapes a step runs in, decided from what is ready. No JAX: the parent of a worker
+process decides for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from jaxengine.runner.buckets import Overlap, choose
+from jaxengine.sched.batch import Bucket
+
+ProgramKey = tuple[str, Bucket | int]  # kind and size, as `runner.programs.Key`
+
+
+class ShapeChooser:
+    """A larger shape that is compiled beats waiting; the right one compiles meanwhile."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        row_sizes: Sequence[int],
+        overlap: Overlap | None,
+        ready: Callable[[ProgramKey], bool],
+        start: Callable[[ProgramKey], None],
+    ) -> None:
+        """`ready`: is the program compiled; `start`: compile it beside."""
+        self._buckets = list(buckets)
+        self._row_sizes = list(row_sizes)
+        self._overlap = overlap
+        self._ready = ready
+        self._start = start
+        # Steps run as two microbatches, and why others were not.
+        self._overlapped = dict.fromkeys(("steps", "below_threshold", "not_compiled"), 0)
+
+    def choose(
+        self, num_tokens: int, num_rows: int, decode_only: bool, fewest_tokens: int
+    ) -> tuple[Bucket, int]:
+        """Forward bucket and sampler rows; see `Executor.choose`. Raises ValueError when no
+        bucket is large enough."""
+        best = choose(self._buckets, num_tokens, num_rows, decode_only)
+        if best is None:
+            raise ValueError(f"no bucket holds {num_tokens} tokens in {num_rows} rows")
+        halves = self._in_halves(best, fewest_tokens)
+        if halves is not None:
+            return halves, self._sampler_rows(halves, num_rows)
+        if not self._ready(("forward", best)):
+            compiled = [b for b in self._buckets if self._ready(("forward", b))]
+            larger = choose(compiled, num_tokens, num_rows, decode_only)
+            if larger is not None:
+                self._start(("forward", best))
+                best = larger
+        return best, self._sampler_rows(best, num_rows)
+
+    def figures(self) -> dict[str, float]:
+        """Counters of dual-batch overlap; empty where it is off."""
+        if self._overlap is None:
+            return {}
+        return {
+            ("dbo_steps" if name == "steps" else f"dbo_off_{name}"): float(count)
+            for name, count in self._overlapped.items()
+        }
+
+    def _in_halves(self, bucket: Bucket, fewest_tokens: int) -> Bucket | None:
+        """The program of two microbatches, when every shard has tokens enough for it."""
+        if self._overlap is None:
+            return None
+        halves = replace(bucket, dbo=True)
+        if not self._overlap.wants(fewest_tokens, bucket.decode_only):
+            self._overlapped["below_threshold"] += 1
+        elif not self._ready(("forward", halves)) and self._ready(("forward", bucket)):
+            self._start(("forward", halves))
+            self._overlapped["not_compiled"] += 1
+        else:
+            self._overlapped["steps"] += 1
+            return halves
+        return None
+
+    def _sampler_rows(self, best: Bucket, num_rows: int) -> int:
+        if best.decode_only:
+            return best.rows
+        sizes = [n for n in self._row_sizes if n >= num_rows]
+        ready = [n for n in sizes if self._ready(("sample", n))]
+        if ready and ready[0] != sizes[0]:
+            self._start(("sample", sizes[0]))
+        return (ready or sizes)[0]

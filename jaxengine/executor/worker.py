@@ -1,0 +1,282 @@
+"""The executor whose device lives in a worker process, which may die without this one. No JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.fault.inject import Fault, Injector, carry_out, parse_faults
+from jaxengine.engine.fault.settings import fault_settings
+from jaxengine.executor.base import Batch
+from jaxengine.executor.choice import ProgramKey, ShapeChooser
+from jaxengine.executor.worker_messages import (
+    Answer,
+    Array,
+    Call,
+    Compile,
+    Description,
+    Programs,
+    Reply,
+    Sample,
+    StartFailed,
+    StepDone,
+    StepFailed,
+    Stop,
+    Submit,
+    WireBatch,
+    keys_of,
+)
+from jaxengine.executor.worker_process import WorkerDied, WorkerError, WorkerProcess
+from jaxengine.sched.batch import Bucket
+from jaxengine.sched.plan import Int32, StepResult
+
+log = logging.getLogger(__name__)
+
+_RESTART_TIMEOUT = 600.0  # seconds in which a respawned worker must be ready
+_SLOW_CALLS = ("sleep", "wake_up")  # they move or load weights
+_SLOW_CALL_TIMEOUT = 600.0
+_STOP_GRACE = 4.0
+_FIGURES = {"num_compilations": 0.0, "compilations_after_warmup": 0.0, "warm": 0.0}
+
+
+class WorkerExecutor:
+    """See `Executor`. One thread calls it; `alive` may be read by any.
+
+    After WorkerError the worker lives and wants a `reset`; after WorkerDied only `respawn` helps.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start a worker and wait until it can run. Raises ValueError for a setting that cannot
+        work, WorkerDied or WorkerError for everything else, with the worker's traceback."""
+        self._settings = fault_settings(config.fault)
+        self._injector = Injector(parse_faults(config.fault.inject_faults))
+        self._config = config
+        self._changed = threading.Condition()
+        self._on_end: Callable[[], None] | None = None
+        self._next = 0  # step and call numbers
+        self._steps_cold: dict[int, bool] = {}  # submitted, by number: a program is not compiled
+        self._death: WorkerDied | None = None
+        self.epoch = 0
+        self._process = self._begin(config)
+        self.description = self._wait_ready(None)
+        self._chooser = self._new_chooser()
+
+    # -- life -------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        return self._death is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def watch(self, on_end: Callable[[], None]) -> None:
+        """`on_end` is called, in another thread, when the worker ends without being asked to."""
+        self._on_end = on_end
+        if not self.alive:
+            on_end()
+
+    def check(self) -> None:
+        """Raises WorkerDied if it did."""
+        if self._death is not None:
+            raise self._death
+
+    def respawn(self) -> None:
+        """Replace the worker, dead or alive, by a new one of the same sizes.
+
+        Raises WorkerDied when that one does not come up, ValueError when its sizes differ.
+        """
+        self._process.close()
+        self.epoch += 1
+        self._process = self._begin(_same_sizes(self._config, self.description))
+        try:
+            found = self._wait_ready(_RESTART_TIMEOUT)
+            if found.planner != self.description.planner or found.spec != self.description.spec:
+                raise ValueError("the model changed on disk; restart the server to load it")
+        except ValueError:
+            self._process.close()
+            self._death = WorkerDied("the new worker process cannot take over")
+            raise
+        self._chooser = self._new_chooser()
+
+    def _begin(self, config: EngineConfig) -> WorkerProcess:
+        self._death = None
+        self._ready_programs: frozenset[ProgramKey] = frozenset()
+        self._figures = dict(_FIGURES)
+        self._started: Description | StartFailed | None = None
+        self._results: dict[int, StepDone | StepFailed] = {}
+        self._answers: dict[int, Answer] = {}
+        self._steps_cold.clear()
+        epoch = self.epoch
+        return WorkerProcess(
+            config,
+            self._receive,
+            lambda error: self._worker_ended(epoch, error),
+            self._settings.compile_timeout_sec,
+        )
+
+    def _wait_ready(self, timeout: float | None) -> Description:
+        self._wait(lambda: self._started is not None, timeout, "it did not start")
+        started = self._started
+        assert started is not None
+        if isinstance(started, Description):
+            return started
+        self._process.close(_STOP_GRACE)
+        failure = ValueError if started.user_error else WorkerDied
+        self._death = WorkerDied(started.message)
+        error = failure(started.message)
+        error.add_note(f"In the worker process:\n{started.traceback}")
+        raise error
+
+    def _worker_ended(self, epoch: int, error: WorkerDied) -> None:
+        with self._changed:
+            if epoch != self.epoch:
+                return
+            self._death = error
+            self._changed.notify_all()
+        log.error("%s", error)
+        if self._on_end is not None:
+            self._on_end()
+
+    def _receive(self, message: Reply) -> None:
+        with self._changed:
+            match message:
+                case StepDone() | StepFailed():
+                    self._results[message.step] = message
+                case Answer():
+                    self._answers[message.call] = message
+                case Programs():
+                    self._ready_programs = frozenset(message.ready)
+                    self._figures = message.figures
+                case Description() | StartFailed():
+                    self._started = message
+            self._changed.notify_all()
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def choose(
+        self, num_tokens: int, num_rows: int, decode_only: bool, fewest_tokens: int
+    ) -> tuple[Bucket, int]:
+        return self._chooser.choose(num_tokens, num_rows, decode_only, fewest_tokens)
+
+    def submit(self, batch: Batch) -> int:
+        """Raises WorkerDied."""
+        self.check()
+        fault = self._planned("step")
+        step = self._number()
+        self._steps_cold[step] = not self._ready_programs.issuperset(keys_of(batch))
+        self._process.send(Submit(step, WireBatch.of(batch), fault))
+        return step
+
+    def sample(self, handle: Any, mask: Int32) -> None:
+        self._process.send(Sample(handle, Array.of(mask)))
+
+    def result(self, handle: Any) -> list[StepResult]:
+        """Raises WorkerError when the step failed in the worker, WorkerDied when that is gone or
+        took longer than the watchdog allows (it is killed then)."""
+        settings = self._settings
+        cold = self._steps_cold.pop(handle)
+        limit = settings.compile_timeout_sec if cold else settings.step_timeout_sec
+        self._wait(lambda: handle in self._results, limit, f"a step took more than {limit:g} s")
+        done = self._results.pop(handle)
+        if isinstance(done, StepFailed):
+            raise WorkerError(done.kind, done.message)
+        return [result.result() for result in done.results]
+
+    def reset(self) -> None:
+        """Raises WorkerError or WorkerDied."""
+        self._call("reset", self._planned("reset"))
+        with self._changed:  # of steps before the reset
+            self._results.clear()
+            self._steps_cold.clear()
+
+    # -- calls ------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        self._call("sleep", None, level)
+
+    def wake_up(self) -> None:
+        self._call("wake_up", None)
+
+    def wait_warm(self) -> None:
+        self._call("wait_warm", None)
+
+    def stats(self) -> dict[str, float]:
+        """As of the worker's last message; asks nobody."""
+        return self._figures | self._chooser.figures()
+
+    def shutdown(self) -> None:
+        if self.alive:
+            with contextlib.suppress(WorkerDied):
+                self._process.send(Stop())
+        self._process.close(_STOP_GRACE if self.alive else 0.0)
+
+    def _call(self, method: str, fault: Fault | None, *args: int) -> None:
+        self.check()
+        call = self._number()
+        self._process.send(Call(call, method, list(args), fault))
+        limit = None if method == "wait_warm" else self._settings.step_timeout_sec
+        if method in _SLOW_CALLS:
+            limit = _SLOW_CALL_TIMEOUT
+        self._wait(lambda: call in self._answers, limit, f"{method} took too long")
+        answer = self._answers.pop(call)
+        if answer.kind is not None:
+            raise WorkerError(answer.kind, answer.message)
+
+    def _wait(self, done: Callable[[], bool], limit: float | None, what: str) -> None:
+        """Until `done` or the worker's end; kills it after `limit` seconds. Raises WorkerDied."""
+        deadline = None if limit is None else time.monotonic() + limit
+        with self._changed:
+            while not done():
+                if self._death is not None:
+                    raise self._death
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._changed.wait(left)
+            else:
+                return
+        self._process.hung(what)
+        self._wait(lambda: False, None, what)  # its end is told by the thread that reads
+
+    def _planned(self, during: str) -> Fault | None:
+        fault = self._injector.next(during)
+        if fault is None:
+            return None
+        log.warning("injecting a fault: %s", fault)
+        if fault.where == "engine":
+            carry_out(fault)
+            return None
+        return fault
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _new_chooser(self) -> ShapeChooser:
+        found = self.description
+        return ShapeChooser(
+            found.buckets,
+            found.row_sizes,
+            found.overlap,
+            lambda key: key in self._ready_programs,
+            self._compile,
+        )
+
+    def _compile(self, key: ProgramKey) -> None:
+        self._process.send(Compile(key))
+
+
+def _same_sizes(config: EngineConfig, found: Description) -> EngineConfig:
+    """Settings that give the worker before's sizes: free memory may differ by now."""
+    planner = found.planner
+    cache = replace(config.cache, num_gpu_blocks_override=planner.num_blocks)
+    model = replace(config.model, max_model_len=planner.max_model_len)
+    return replace(config, cache=cache, model=model)

@@ -1,0 +1,73 @@
+"""What `engine.build` gives, when the device lives in a worker process. No JAX in the parent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxengine.config import EngineConfig
+from jaxengine.executor.worker import WorkerExecutor
+from jaxengine.executor.worker_messages import Description
+from jaxengine.models.spec import DecoderSpec
+from jaxengine.offload.layout import KVLayout
+from jaxengine.runner.buckets import row_buckets
+from jaxengine.sched.batch import BatchShape
+from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.slot_record import SlotShape
+
+if TYPE_CHECKING:
+    from jaxengine.engine.build import Built
+
+
+@dataclass(frozen=True)
+class WorkerBuilt:
+    """As `engine.build.Built`."""
+
+    executor: WorkerExecutor
+    planner: PlannerConfig
+    batch_shape: BatchShape
+    slot_shape: SlotShape
+    spec: DecoderSpec
+    info: dict[str, str]
+    kv_layout: KVLayout
+    kv_facts: dict[str, str]
+    num_shards: int
+
+
+def build_worker(config: EngineConfig) -> WorkerBuilt:
+    """Start a worker that loads the model. Raises as `engine.build.build` and WorkerExecutor do."""
+    executor = WorkerExecutor(config)
+    found = executor.description
+    return WorkerBuilt(
+        executor,
+        found.planner,
+        found.batch_shape,
+        found.slot_shape,
+        found.spec,
+        found.info,
+        found.kv_layout,
+        found.kv_facts,
+        found.num_shards,
+    )
+
+
+def describe(built: Built) -> Description:
+    """In the worker: what its parent must know."""
+    return Description(
+        planner=built.planner,
+        batch_shape=built.batch_shape,
+        slot_shape=built.slot_shape,
+        spec=built.spec,
+        info=built.info,
+        kv_layout=built.kv_layout,
+        kv_facts=built.kv_facts,
+        num_shards=built.num_shards,
+        buckets=built.runner.buckets,
+        row_sizes=row_sizes_of(built.planner),
+        overlap=built.overlap,
+    )
+
+
+def row_sizes_of(planner: PlannerConfig) -> tuple[int, ...]:
+    """Rows of the compiled samplers."""
+    return row_buckets(planner.max_num_seqs)

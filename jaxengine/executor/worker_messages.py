@@ -1,0 +1,260 @@
+"""What an engine process and its worker say to each other: msgpack frames over a socket pair."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.fault.inject import Fault
+from jaxengine.executor.base import Batch
+from jaxengine.executor.choice import ProgramKey
+from jaxengine.models.spec import DecoderSpec
+from jaxengine.offload.layout import KVLayout
+from jaxengine.runner.buckets import Overlap
+from jaxengine.sched.batch import BatchShape, Bucket
+from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.plan import StepResult
+from jaxengine.sched.slot_record import SlotShape
+
+
+class Array(msgspec.Struct, array_like=True):
+    """A NumPy array as raw bytes; reading one makes no copy."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @staticmethod
+    def of(array: NDArray[Any]) -> Array:
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return Array(array.dtype.str, array.shape, flat.data)
+
+    def numpy(self) -> NDArray[Any]:
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+class WireBatch(msgspec.Struct, array_like=True):
+    """`executor.base.Batch`."""
+
+    bucket: Bucket
+    blob: Array
+    sampler_rows: int
+    rows_blob: Array
+    num_rows: tuple[int, ...]
+    seeds: list[Array]
+    want_logprobs: bool
+    masked: bool
+    prompt_rows: list[tuple[int, int, int, int]]
+    prompt_targets: Array | None
+
+    @staticmethod
+    def of(batch: Batch) -> WireBatch:
+        targets = batch.prompt_targets
+        return WireBatch(
+            batch.bucket,
+            Array.of(batch.blob),
+            batch.sampler_rows,
+            Array.of(batch.rows_blob),
+            batch.num_rows,
+            [Array.of(seed) for seed in batch.seeds],
+            batch.want_logprobs,
+            batch.masked,
+            batch.prompt_rows,
+            None if targets is None else Array.of(targets),
+        )
+
+    def batch(self) -> Batch:
+        targets = self.prompt_targets
+        return Batch(
+            self.bucket,
+            self.blob.numpy(),
+            self.sampler_rows,
+            self.rows_blob.numpy(),
+            self.num_rows,
+            [seed.numpy() for seed in self.seeds],
+            self.want_logprobs,
+            self.masked,
+            self.prompt_rows,
+            None if targets is None else targets.numpy(),
+        )
+
+
+class WireResult(msgspec.Struct, array_like=True):
+    """`sched.plan.StepResult`: its arrays in the order of the fields, and the prompt's by row."""
+
+    arrays: list[Array | None]
+    prompt: list[tuple[int, Array, Array, Array]]
+
+    @staticmethod
+    def of(result: StepResult) -> WireResult:
+        arrays = [getattr(result, name) for name in _RESULT_ARRAYS]
+        return WireResult(
+            [None if array is None else Array.of(array) for array in arrays],
+            [(row, *map(Array.of, part)) for row, part in result.prompt_logprobs.items()],  # type: ignore[misc]
+        )
+
+    def result(self) -> StepResult:
+        arrays = [None if array is None else array.numpy() for array in self.arrays]
+        fields: dict[str, Any] = dict(zip(_RESULT_ARRAYS, arrays, strict=True))
+        prompt = {row: (a.numpy(), b.numpy(), c.numpy()) for row, a, b, c in self.prompt}
+        return StepResult(**fields, prompt_logprobs=prompt)
+
+
+_RESULT_ARRAYS = ("token_ids", "num_sampled", "bad_rows", "logprob_ids", "logprobs", "ranks")
+
+
+# -- engine -> worker -----------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first message."""
+
+    config: EngineConfig
+    parent_pid: int
+
+
+class Submit(msgspec.Struct, tag=True):
+    step: int
+    batch: WireBatch
+    fault: Fault | None = None  # to fail of, for drills
+
+
+class Sample(msgspec.Struct, tag=True):
+    step: int
+    mask: Array
+
+
+class Call(msgspec.Struct, tag=True):
+    """reset | sleep | wake_up | wait_warm; answered by `Answer`."""
+
+    call: int
+    method: str
+    args: list[int] = []
+    fault: Fault | None = None
+
+
+class Compile(msgspec.Struct, tag=True):
+    key: ProgramKey
+
+
+class Stop(msgspec.Struct, tag=True):
+    pass
+
+
+Command = Start | Submit | Sample | Call | Compile | Stop
+
+
+# -- worker -> engine -----------------------------------------------------------------------
+
+
+class Description(msgspec.Struct, tag=True):
+    """What the engine must know of the model that the worker holds. Sent once, when it is ready."""
+
+    planner: PlannerConfig
+    batch_shape: BatchShape
+    slot_shape: SlotShape
+    spec: DecoderSpec
+    info: dict[str, str]
+    kv_layout: KVLayout
+    kv_facts: dict[str, str]
+    num_shards: int
+    buckets: list[Bucket]
+    row_sizes: tuple[int, ...]
+    overlap: Overlap | None
+
+
+class StartFailed(msgspec.Struct, tag=True):
+    """`user_error`: the configuration is at fault."""
+
+    message: str
+    traceback: str
+    user_error: bool
+
+
+class StepDone(msgspec.Struct, tag=True):
+    step: int
+    results: list[WireResult]
+
+
+class StepFailed(msgspec.Struct, tag=True):
+    """The step raised. It and all that were submitted after it are lost, until a reset."""
+
+    step: int
+    kind: str  # class of the exception
+    message: str
+
+
+class Answer(msgspec.Struct, tag=True):
+    call: int
+    kind: str | None = None  # class of the exception, if it failed
+    message: str = ""
+
+
+class Programs(msgspec.Struct, tag=True):
+    """Sent at every change: the programs that are compiled now, and the executor's figures."""
+
+    ready: list[ProgramKey]
+    figures: dict[str, float]
+
+
+Reply = Description | StartFailed | StepDone | StepFailed | Answer | Programs
+
+
+_LENGTH = struct.Struct("<Q")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Channel[Received]:
+    """Frames over a stream socket. Any thread may send; one receives."""
+
+    def __init__(self, sock: socket.socket, received: Any) -> None:
+        """`received`: the union of messages that come in."""
+        self._socket = sock
+        self._lock = threading.Lock()
+        self._decode = msgspec.msgpack.Decoder(received).decode
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises OSError when the other end is gone, or does not read for too long."""
+        payload = _encode(message)
+        with self._lock:
+            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+
+    def receive(self) -> Received:
+        """Waits. Raises EOFError when the other end is gone."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        message: Received = self._decode(self._read(length))
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, length: int) -> bytearray:
+        buffer = bytearray(length)
+        view, done = memoryview(buffer), 0
+        while done < length:
+            try:
+                count = self._socket.recv_into(view[done:])
+            except OSError as error:
+                raise EOFError(str(error)) from error
+            if not count:
+                raise EOFError("the other end closed the connection")
+            done += count
+        return buffer
+
+
+def keys_of(batch: Batch) -> Sequence[ProgramKey]:
+    """The programs that a batch runs."""
+    keys: list[ProgramKey] = [("forward", batch.bucket), ("sample", batch.sampler_rows)]
+    if batch.seeds:
+        keys.append(("seed", 0))
+    if batch.prompt_rows:
+        keys.append(("score", batch.bucket.tokens))
+    return keys

@@ -1,0 +1,56 @@
+"""Routes of fault tolerance: the ranks' states, orders to them, what came of an order.
+
+They exist only with --enable-fault-tolerance, and need the API key like all but /health.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from jaxengine.engine.async_llm import AsyncLLM
+from jaxengine.server.errors import ApiError
+from jaxengine.server.state import state_of
+
+router = APIRouter(prefix="/fault_tolerance")
+
+
+def _engine(request: Request) -> AsyncLLM:
+    """The engine, whatever its ranks' health."""
+    engine = state_of(request).engine
+    if engine is None:
+        raise ApiError(503, "the model is still loading", code="loading")
+    return engine
+
+
+@router.get("/status")
+async def status(request: Request) -> dict[str, Any]:
+    """The state of every rank, and the latest events. Asks no engine."""
+    return _engine(request).board.payload()
+
+
+@router.post("/apply", response_model=None)
+async def apply(request: Request) -> Response:
+    """Order `instruction` (retry, respawn, drain) for `params.rank`, or for all ranks that need
+    it. Answers at once; /fault_tolerance/result/{request_id} tells what came of it."""
+    engine = _engine(request)
+    try:
+        body = json.loads(await request.body())
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    order = engine.orders.apply(body)
+    message = f"{order.instruction} was ordered for ranks {order.ranks}"
+    return JSONResponse({"message": message, "request_id": order.request_id}, 202)
+
+
+@router.get("/result/{request_id}")
+async def result(request_id: str, request: Request) -> dict[str, Any]:
+    """What came of an order, by the id that it was given."""
+    order = _engine(request).orders.find(request_id)
+    if order is None:
+        raise ApiError(404, f"no order {request_id!r} is known", param="request_id")
+    return order.payload()

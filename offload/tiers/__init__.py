@@ -1,0 +1,1 @@
+"""Where blocks are kept: host memory first, then stores behind it."""

@@ -1,0 +1,252 @@
+"""Peers that die, stall, lie or serve another model: bounded waits, no wrong byte (B41)."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from jaxengine.offload.config import PeerConfig
+from jaxengine.offload.counters import Counters
+from jaxengine.offload.host_pool import PagePool
+from jaxengine.offload.keys import make_key, namespace_key
+from jaxengine.offload.policies import make_policy
+from jaxengine.offload.tiers.host import HostTier
+from jaxengine.offload.tiers.p2p import PeerStore
+from jaxengine.offload.tiers.p2p_messages import Found, Pages, decode
+from jaxengine.offload.tiers.p2p_server import PeerServer
+
+PAGE = 4096
+SPACE = namespace_key({"model": "test"})
+
+
+def key_of(i: int) -> bytes:
+    return make_key(i.to_bytes(32, "big"), 0)
+
+
+def page_of(i: int) -> np.ndarray:
+    return np.random.default_rng(i).integers(0, 256, PAGE, np.uint8)
+
+
+def host_with(count: int) -> HostTier:
+    host = HostTier(PagePool(count, PAGE), make_policy("lru", count))
+    reserved = host.reserve([key_of(i) for i in range(count)])
+    assert reserved is not None
+    for i, slot in enumerate(reserved.slots):
+        host.pool.view(slot)[:] = page_of(i)
+    host.commit(reserved.slots, True)
+    return host
+
+
+def serve(host: HostTier, space: bytes = SPACE, lease: float = 30.0) -> PeerServer:
+    return PeerServer("tcp://127.0.0.1:*", host, space, lambda group: PAGE, Counters(), lease)
+
+
+def client(*peers: str, retry_after: float = 30.0) -> PeerStore:
+    config = PeerConfig(peers=peers, lookup_timeout=0.3, fetch_timeout=0.5, retry_after=retry_after)
+    return PeerStore(config, SPACE, Counters())
+
+
+def count(store: PeerStore, name: str) -> float:
+    return store._counters.get(name)
+
+
+def fetch(store: PeerStore, numbers: range) -> list[bool]:
+    pages = [np.zeros(PAGE, np.uint8) for _ in numbers]
+    found = store.read([key_of(i) for i in numbers], pages)
+    for i, there, page in zip(numbers, found, pages, strict=True):
+        assert not there or (page == page_of(i)).all()
+    return found
+
+
+def keys(numbers: range) -> list[bytes]:
+    return [key_of(i) for i in numbers]
+
+
+def wait_until(condition: object, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_blocks_from_two_peers_and_leases() -> None:
+    first, second = host_with(4), host_with(8)
+    servers = [serve(first), serve(second)]
+    store = client(*[server.endpoint for server in servers])
+    assert store.contains(keys(range(10)), True) == [True] * 8 + [False] * 2
+    assert first.num_busy == 4 and second.num_busy == 4  # kept for us
+    assert first.reserve([key_of(50)]) is None  # not even for a store of their own
+    assert fetch(store, range(10)) == [True] * 8 + [False] * 2
+    assert first.num_busy == second.num_busy == 0
+    for server in servers:
+        server.close()
+
+
+def test_unfetched_leases_end() -> None:
+    host = host_with(4)
+    server = serve(host, lease=0.2)
+    store = client(server.endpoint)
+    assert all(store.contains(keys(range(4)), True))
+    wait_until(lambda: host.num_busy == 0)
+    assert host.reserve([key_of(50)]) is not None  # evicts block 0
+    assert fetch(store, range(2)) == [False, True]
+    assert count(store, "p2p_vanished") == 1
+    server.close()
+
+
+def test_a_block_that_is_being_written_is_waited_for() -> None:
+    host = host_with(4)
+    reserved = host.reserve([key_of(9)])
+    assert reserved is not None
+    host.pool.view(reserved.slots[0])[:] = page_of(9)
+    server = serve(host)
+    store = client(server.endpoint)
+    timer = threading.Timer(0.1, host.commit, (reserved.slots, True))
+    timer.start()
+    assert store.contains([key_of(9)], True) == [True]
+    timer.join()
+    assert fetch(store, range(9, 10)) == [True]
+    server.close()
+
+
+def test_another_model_is_refused_for_good() -> None:
+    server = serve(host_with(2), namespace_key({"model": "other"}))
+    store = client(server.endpoint, retry_after=0.01)
+    assert store.contains(keys(range(2)), True) == [False, False]
+    time.sleep(0.05)
+    assert store.contains(keys(range(2)), True) == [False, False]
+    assert count(store, "p2p_refused") == 1  # not asked again
+    server.close()
+
+
+def test_garbage_does_not_end_the_server() -> None:
+    server = serve(host_with(2))
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(server.endpoint)
+    for frame in (b"", b"\xff\xfe", msgspec.msgpack.encode(Found(1, b"")), b"x" * 1000):
+        socket.send(frame)
+    wait_until(lambda: server._counters.get("p2p_served_garbage") == 4)
+    store = client(server.endpoint)
+    assert store.contains(keys(range(2)), True) == [True, True]
+    socket.close()
+    server.close()
+
+
+@pytest.fixture
+def liar() -> Iterator[tuple[str, dict[str, object]]]:
+    """A peer that answers as told: how["pages"](fetch) gives the frames of an answer."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.linger = 0
+    socket.bind("tcp://127.0.0.1:*")
+    how: dict[str, object] = {}
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            if socket.poll(20):
+                name, frame = socket.recv_multipart()
+                message = decode(frame)
+                frames = how["answer"](message)  # type: ignore[operator]
+                if frames:
+                    socket.send_multipart([name, *frames])
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield socket.getsockopt_string(zmq.LAST_ENDPOINT), how
+    stop.set()
+    thread.join(5)
+    socket.close()
+
+
+def test_wrong_bytes_and_wrong_answers(liar: tuple[str, dict[str, object]]) -> None:
+    endpoint, how = liar
+    encode = msgspec.msgpack.encode
+
+    def lies(message: object) -> list[bytes]:
+        if type(message).__name__ == "Lookup":
+            return [encode(Found(message.number, b"\x02" * 3))]  # type: ignore[attr-defined]
+        digests = [b"d" * 16, b"e" * 16, b"f" * 16]
+        pages = [page_of(0).tobytes(), b"short"]
+        return [encode(Pages(message.number, digests)), *pages]  # type: ignore[attr-defined]
+
+    how["answer"] = lies
+    store = client(endpoint)
+    assert all(store.contains(keys(range(3)), True))
+    assert fetch(store, range(3)) == [False] * 3
+    assert count(store, "p2p_damaged") == 3
+    how["answer"] = lambda message: [encode(Found(message.number, b""))]  # too few
+    assert store.contains(keys(range(3)), True) == [False] * 3
+    assert count(store, "p2p_peer_failures") == 1
+
+
+def test_a_silent_peer_costs_one_wait(liar: tuple[str, dict[str, object]]) -> None:
+    """Handshake never, then lookup answered and fetch never."""
+    endpoint, how = liar
+    how["answer"] = lambda message: None
+    store = client(endpoint, retry_after=0.4)
+    began = time.monotonic()
+    for _ in range(5):
+        assert store.contains(keys(range(2)), True) == [False, False]
+    assert time.monotonic() - began < 0.4 + 0.3
+    time.sleep(0.4)
+    encode = msgspec.msgpack.encode
+    how["answer"] = lambda message: (
+        [encode(Found(message.number, b"\x02\x02"))] if type(message).__name__ == "Lookup" else None
+    )
+    assert store.contains(keys(range(2)), True) == [True, True]
+    began = time.monotonic()
+    assert fetch(store, range(2)) == [False, False]
+    assert time.monotonic() - began < 1.5
+    assert count(store, "p2p_peer_failures") == 2
+
+
+SERVER = """
+import sys, time
+from test_offload_p2p import host_with, serve
+server = serve(host_with(64))
+print(server.endpoint, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_process_dies_between_lookup_and_fetch(sent: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=pathlib.Path(__file__).resolve().parents[2],
+        env={**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent)},
+    )
+    try:
+        assert process.stdout is not None
+        store = PeerStore(
+            PeerConfig(peers=(process.stdout.readline().strip(),), fetch_timeout=0.5),
+            SPACE,
+            Counters(),
+        )
+        assert all(store.contains(keys(range(64)), True))
+        assert all(fetch(store, range(32)))
+        process.send_signal(sent)
+        began = time.monotonic()
+        assert fetch(store, range(32, 64)) == [False] * 32
+        assert not any(store.contains(keys(range(64)), True))
+        assert time.monotonic() - began < 2
+        assert count(store, "p2p_peer_failures") == 1
+    finally:
+        process.kill()
+        process.wait(10)
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,0 +1,183 @@
+"""The executor of a worker process does what the one in this process does."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.core import EngineCore
+from jaxengine.engine.messages import EngineRequest
+from jaxengine.executor.base import Batch
+from jaxengine.executor.conformance import assert_same, transcript
+from jaxengine.executor.worker import WorkerExecutor
+from jaxengine.executor.worker_messages import WireBatch, keys_of
+from jaxengine.executor.worker_process import WorkerDied, WorkerError, WorkerHung
+from jaxengine.sampling_params import SamplingParams
+
+MODEL = pathlib.Path(__file__).resolve().parents[3] / "../shared/goldens/llama"
+
+
+def core(fault_tolerance: bool, **settings: Any) -> EngineCore:
+    chosen = {
+        "model": str(MODEL),
+        "max_model_len": 192,
+        "block_size": 4,
+        "num_gpu_blocks_override": 48,
+        "max_logprobs": 5,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 17,
+        "warmup": "lazy",
+        "enable_fault_tolerance": fault_tolerance,
+    }
+    return EngineCore(EngineConfig.of(**(chosen | settings)))
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"logprobs": 3},
+    {"prompt_logprobs": 2, "logit_bias": {5: 2.0}},
+    {"temperature": 1.0, "seed": 7, "frequency_penalty": 0.5},
+]
+
+
+def recorded(engine: EngineCore) -> tuple[list[Batch], dict[str, list[int]]]:
+    """Run the requests, and keep the batches."""
+    batches: list[Batch] = []
+    submit = engine.executor.submit
+
+    def record(batch: Batch) -> Any:
+        batches.append(batch)
+        return submit(batch)
+
+    engine.executor.submit = record  # type: ignore[method-assign]
+    ids: dict[str, list[int]] = {}
+    for number, params in enumerate(REQUESTS):
+        settings = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True} | params
+        prompt = [(31 * i + number) % 300 + 3 for i in range(25)]
+        engine.add_request(
+            EngineRequest(
+                request_id=str(number),
+                prompt_token_ids=prompt,
+                params=SamplingParams(**settings),
+                arrival_time=0.0,
+                eos_token_ids=[2],
+            )
+        )
+    while engine.has_work():
+        for output in engine.step():
+            ids.setdefault(output.request_id, []).extend(output.new_token_ids)
+    engine.executor.submit = submit  # type: ignore[method-assign]
+    return batches, ids
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[EngineCore]:
+    engine = core(True, fault_tolerance_config='{"step_timeout_sec": 3}')
+    yield engine
+    engine.shutdown()
+
+
+def test_same_batches_same_results(worker: EngineCore) -> None:
+    inline = core(False)
+    try:
+        batches, ids = recorded(inline)
+        assert any(b.seeds for b in batches) and any(b.prompt_rows for b in batches)
+
+        def mask(batch: Batch) -> Any:
+            words = -(-inline.built.spec.vocab_size // 32)
+            return np.full((batch.sampler_rows, words), 0x0F0F0F0F, np.int32)
+
+        masked = [Batch(**{**vars(b), "masked": i % 3 == 0}) for i, b in enumerate(batches)]
+        for script in (batches, masked):
+            wanted = transcript(inline.executor, script, mask)
+            assert_same(wanted, transcript(worker.executor, script, mask))
+            assert_same(wanted, transcript(worker.executor, script, mask, depth=1))
+        assert recorded(worker)[1] == ids
+        built = (inline.built.planner, inline.built.spec, inline.built.batch_shape)
+        assert built == (worker.built.planner, worker.built.spec, worker.built.batch_shape)
+        for tokens, rows, decode_only in ((17, 1, False), (3, 1, False), (1, 1, True)):
+            shape = inline.executor.choose(tokens, rows, decode_only, tokens)
+            assert worker.executor.choose(tokens, rows, decode_only, tokens) == shape
+        assert worker.executor.stats().keys() == inline.executor.stats().keys()
+    finally:
+        inline.shutdown()
+
+
+def test_failures_of_the_worker(worker: EngineCore) -> None:
+    executor = worker.executor
+    assert isinstance(executor, WorkerExecutor)
+    batches, _ = recorded(worker)
+    batch = batches[0]
+    broken = Batch(**{**vars(batch), "blob": batch.blob[:-1]})
+    good, bad, late = executor.submit(batch), executor.submit(broken), executor.submit(batch)
+    executor.result(good)  # what came before a failure still counts
+    with pytest.raises(WorkerError) as caught:
+        executor.result(bad)
+    assert caught.value.kind == "TypeError"
+    executor.reset()
+    assert executor.alive and late not in executor._results
+    executor.result(executor.submit(batch))
+
+    ended: list[bool] = []
+    executor.watch(lambda: ended.append(executor.alive))
+    psutil.Process(executor.pid).send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(WorkerHung, match="a step took more than 3 s"):
+        executor.result(executor.submit(batch))
+    assert time.monotonic() - began < 3 + 2
+    with pytest.raises(WorkerDied):
+        executor.submit(batch)
+    with pytest.raises(WorkerDied):
+        executor.reset()
+    old = executor.pid
+    executor.respawn()
+    assert ended == [False] and executor.alive and executor.epoch == 1
+    assert executor.pid != old and not psutil.pid_exists(old)
+    executor.result(executor.submit(batch))
+
+
+def test_a_worker_that_cannot_start() -> None:
+    with pytest.raises(ValueError, match="max_model_len 9999") as caught:
+        core(True, max_model_len=9999)
+    assert "in build" in "".join(caught.value.__notes__)
+    with pytest.raises(ValueError, match="fault_tolerance_config: Object contains unknown field"):
+        core(True, fault_tolerance_config='{"timeout": 3}')
+    with pytest.raises(ValueError, match="inject_faults: Invalid enum value 'melt'"):
+        core(True, inject_faults='[{"kind": "melt", "step": 3}]')
+
+
+def test_wire_batch_is_the_batch() -> None:
+    import msgspec
+
+    from jaxengine.sched.batch import Bucket
+
+    batch = Batch(
+        Bucket(4, 1, False),
+        np.arange(9, dtype=np.int32),
+        1,
+        np.arange(3, dtype=np.int32),
+        (1,),
+        seeds=[np.zeros(0, np.int32)],
+        prompt_rows=[(0, 1, 2, 3)],
+        prompt_targets=np.arange(8, dtype=np.int32).reshape(2, 4)[:, 1:],
+    )
+    back = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(WireBatch.of(batch)), type=WireBatch
+    ).batch()
+    assert (back.bucket, back.num_rows, back.prompt_rows) == (batch.bucket, (1,), [(0, 1, 2, 3)])
+    for mine, yours in (
+        (batch.blob, back.blob),
+        (batch.seeds[0], back.seeds[0]),
+        (batch.prompt_targets, back.prompt_targets),
+    ):
+        assert mine is not None and yours is not None
+        assert mine.shape == yours.shape and mine.dtype == yours.dtype
+        assert mine.tolist() == yours.tolist()
+    assert ("seed", 0) in keys_of(batch) and ("score", 4) in keys_of(batch)
