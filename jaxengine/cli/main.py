@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import cyclopts
 from cyclopts import Parameter
@@ -201,6 +201,38 @@ def models(*, json: bool = False) -> int:
     from jaxengine.cli.models import run_models
 
     return run_models(json_output=json)
+
+
+@app.command
+def kv(
+    action: Literal["ls", "du", "verify", "gc"],
+    target: str,
+    *,
+    max_bytes: int | None = None,
+    options: str = "{}",
+    delete: bool = False,
+    json: bool = False,
+) -> int:
+    """Look after the KV blocks that the fs or object tier holds.
+
+    Parameters
+    ----------
+    action
+        ls: list; du: sizes by model; verify: check every block; gc: delete the least used.
+    target
+        The tier's folder, or the object store's URL.
+    max_bytes
+        gc: what may stay.
+    options
+        Settings of the object store, as a JSON object.
+    delete
+        verify: delete damaged blocks.
+    json
+        Print JSON.
+    """
+    from jaxengine.cli.kv import run_kv
+
+    return run_kv(action, target, max_bytes=max_bytes, options=options, delete=delete, as_json=json)
 
 
 @app.command

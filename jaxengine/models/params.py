@@ -24,6 +24,7 @@ class Leaf(NamedTuple):
 
     `parts`: what is joined along that axis, as (units, rows of a unit): units are heads or
     columns, which stay whole. `experts`: axis 0 counts experts. `wide`: kept in float32.
+    `padded`: rows of zeros are added where it does not divide.
     """
 
     shape: tuple[int, ...]
@@ -31,11 +32,12 @@ class Leaf(NamedTuple):
     parts: tuple[tuple[int, int], ...] = ()
     experts: bool = False
     wide: bool = False
+    padded: bool = False
 
 
 def top_leaves(spec: DecoderSpec) -> dict[str, Leaf]:
     """Leaves outside of layers."""
-    table = Leaf((spec.vocab_size, spec.hidden_size), 0)
+    table = Leaf((spec.vocab_size, spec.hidden_size), 0, padded=True)
     leaves = {"embed": table, "final_norm": Leaf((spec.hidden_size,))}
     return leaves if spec.tie_embeddings else {**leaves, "head": table}
 
@@ -202,11 +204,10 @@ def count_params(spec: DecoderSpec) -> tuple[int, int]:
 def arranged_shape(leaf: Leaf, tensor_size: int) -> tuple[int, ...]:
     """The leaf's shape after `arrange`: larger where kv heads are replicated, and where rows of
     the vocabulary do not divide."""
-    if leaf.split is None or leaf.experts and not leaf.parts:
+    if leaf.padded:
+        return (-(-leaf.shape[0] // tensor_size) * tensor_size, *leaf.shape[1:])
+    if leaf.split is None or not leaf.parts:
         return leaf.shape
-    if not leaf.parts:
-        rows = -(-leaf.shape[leaf.split] // tensor_size) * tensor_size
-        return (*leaf.shape[: leaf.split], rows, *leaf.shape[leaf.split + 1 :])
     rows = sum(max(units, tensor_size) * rows for units, rows in leaf.parts)
     return (*leaf.shape[: leaf.split], rows, *leaf.shape[leaf.split + 1 :])
 
@@ -226,12 +227,10 @@ def arrange(
     """
     leaf = leaf_of(spec, name)
     whole_experts = leaf.experts and expert_parallel
-    if tensor_size == 1 or leaf.split is None or whole_experts:
+    if leaf.padded and (missing := -array.shape[0] % tensor_size):
+        return np.pad(array, ((0, missing), (0, 0)))
+    if tensor_size == 1 or leaf.split is None or not leaf.parts or whole_experts:
         return array
-    if not leaf.parts:
-        missing = -array.shape[leaf.split] % tensor_size
-        around = [(0, missing if axis == leaf.split else 0) for axis in range(array.ndim)]
-        return np.pad(array, around) if missing else array
     pieces: list[np.ndarray] = []
     for shard in range(tensor_size):
         at = 0
