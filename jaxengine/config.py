@@ -98,6 +98,12 @@ class ParallelConfig:
     """Divide experts, not their columns, over all devices."""
     all2all_backend: Literal["auto", "allgather", "all_to_all", "ragged"] = "auto"
     """How tokens travel to their experts; auto: by size."""
+    num_redundant_experts: int = 0
+    """Copies of busy experts, beside all experts, with enable_expert_parallel."""
+    eplb_load: str | None = None
+    """File of measured expert loads (record_expert_load) that places experts and their copies."""
+    record_expert_load: str | None = None
+    """Count the tokens of every expert while serving, and write them to this file."""
     nnodes: int = 1
     """Processes (on one or several machines) that together are one engine."""
     node_rank: int = 0

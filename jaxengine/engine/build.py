@@ -5,25 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig, ParallelConfig
+from jaxengine.engine.divide import cache_spec, divide, expert_tables, place_experts
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.nodes import LeadingRunner, join_nodes
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
-from jaxengine.models.cache import cache_bytes_per_token, cache_head_axis
+from jaxengine.models.cache import cache_bytes_per_token
 from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.params import param_shapes, param_specs
-from jaxengine.models.spec import DecoderSpec, Params, for_context, local_spec
+from jaxengine.models.spec import DecoderSpec, Params, for_context
 from jaxengine.offload.layout import KVLayout
-from jaxengine.parallel.mesh import DATA, TENSOR, make_stages
+from jaxengine.parallel import expert_load
+from jaxengine.parallel.mesh import make_stages
 from jaxengine.runner.buckets import Overlap, all_buckets, in_halves, row_buckets
 from jaxengine.runner.choice import choose_attention
 from jaxengine.runner.forward import StepConfig
@@ -81,7 +82,11 @@ def build(config: EngineConfig) -> Built:
     stages = make_stages(layout, config.parallel.pipeline_parallel_size)
     devices = stages[-1]
     planner = plan_sizes(config, spec, kv_dtype, block_size, layout)
-    spec = for_context(spec, planner.max_model_len)
+    stored = for_context(spec, planner.max_model_len)  # as in the checkpoint
+    spec, placement = place_experts(config.parallel, stored)
+    if layout.record_experts and spec.moe is not None:
+        assert config.parallel.record_expert_load is not None
+        expert_load.start(config.parallel.record_expert_load, spec.num_layers, spec.moe.num_experts)
     batch_shape = BatchShape(
         num_groups=len(planner.groups),
         table_width=-(-planner.max_model_len // planner.block_size),
@@ -125,6 +130,8 @@ def build(config: EngineConfig) -> Built:
         spec_of_leaf: Any = specs.params
         for key in path:
             spec_of_leaf = spec_of_leaf[key]
+        if placement is not None and str(path[-1]).startswith("experts_"):
+            array = array[placement.expert_of_slot[int(path[1])]]
         if path[0] == "layers":
             return stage_of[int(path[1])].put(array, spec_of_leaf)
         return (stages[0] if path[0] == "embed" else devices).put(array, spec_of_leaf)
@@ -132,13 +139,16 @@ def build(config: EngineConfig) -> Built:
     def load() -> Params:
         params = load_params(
             files,
-            spec,
+            stored,
             dtype,
             jnp.asarray,
             place=place if devices.mesh is not None else None,
             tensor_size=layout.tensor_size,
             expert_parallel=layout.expert_parallel,
         )
+        for i, tables in enumerate(expert_tables(stored, placement)):
+            for name, table in tables.items():
+                params["layers"][i][name] = place(("layers", i, name), table)
         if "head" in shapes and "head" not in params:
             params["head"] = devices.put(params["embed"], leaf_specs["head"])
         return quantize_params(params) if config.model.quantization == "int8" else params
@@ -203,50 +213,6 @@ def _kv_layout(
     return KVLayout(
         groups, planner.block_size, spec.num_kv_heads, spec.head_dim, name, layout.cache
     )
-
-
-def divide(parallel: ParallelConfig, layout: StepLayout, spec: DecoderSpec) -> StepLayout:
-    """The layout over the asked mesh. Raises ValueError naming the setting and the numbers."""
-    tensor, data = parallel.tensor_parallel_size, parallel.attention_data_parallel_size
-    stages = parallel.pipeline_parallel_size
-    devices = tensor * data * stages
-    if parallel.nnodes > 1 and stages > 1:
-        raise ValueError("pipeline_parallel_size works within one node; nnodes must be 1 with it")
-    if parallel.nnodes > 1 and devices % parallel.nnodes:
-        raise ValueError(f"{devices} devices cannot be shared by nnodes {parallel.nnodes}")
-    if stages > spec.num_layers:
-        raise ValueError(
-            f"pipeline_parallel_size {stages} is more than the {spec.num_layers} layers"
-        )
-    for name in (
-        "tensor_parallel_size", "attention_data_parallel_size", "pipeline_parallel_size"
-    ):  # fmt: skip
-        if getattr(parallel, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(parallel, name)}")
-    experts = parallel.enable_expert_parallel
-    if experts and spec.moe is None:
-        raise ValueError("enable_expert_parallel is set, but the model has no experts")
-    spread = experts and tensor * data > 1
-    if parallel.enable_dbo and not spread:
-        log.warning("enable_dbo: experts are on one device, there is no communication to hide")
-    local_spec(spec, tensor, expert_parallel=experts, devices=tensor * data)
-    return replace(
-        layout,
-        tensor_axis=TENSOR if tensor > 1 else "",
-        tensor_size=tensor,
-        data_axis=DATA if data > 1 else "",
-        data_size=data,
-        expert_parallel=spread,
-        dispatch=parallel.all2all_backend,
-        dbo=parallel.enable_dbo and spread,
-    )
-
-
-def cache_spec(spec: DecoderSpec, layout: StepLayout) -> PartitionSpec:
-    """How every layer's cache arrays are divided: blocks by shard, heads by tensor axis."""
-    axis = cache_head_axis(spec, layout)
-    heads = () if axis is None else (*[None] * (axis - 1), layout.tensor_axis)
-    return PartitionSpec(layout.data_axis or None, *heads)
 
 
 def _offer_cpu_devices(parallel: ParallelConfig) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.executor.base import Batch
 from jaxengine.executor.nodes import LeadingRunner
+from jaxengine.parallel import expert_load
 from jaxengine.runner.buckets import Overlap, choose
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
@@ -129,6 +130,7 @@ class InlineExecutor:
 
     def shutdown(self) -> None:
         self._runner.close()
+        expert_load.flush()
 
     def _ready(self, kind: Any, size: Bucket | int) -> bool:
         return self._runner.programs.ready(Key(kind, size))

@@ -6,9 +6,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.fault.inject import Fault, Injector, carry_out, parse_faults
@@ -21,6 +21,8 @@ from jaxengine.executor.worker_messages import (
     Call,
     Compile,
     Description,
+    OpenTransfers,
+    Pool,
     Programs,
     Reply,
     Sample,
@@ -29,6 +31,8 @@ from jaxengine.executor.worker_messages import (
     StepFailed,
     Stop,
     Submit,
+    Transfer,
+    TransfersDone,
     WireBatch,
     keys_of,
 )
@@ -36,10 +40,15 @@ from jaxengine.executor.worker_process import WorkerDied, WorkerError, WorkerPro
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
 
+if TYPE_CHECKING:
+    from jaxengine.offload.host_pool import PagePool
+    from jaxengine.offload.jobs import Done, OffloadStep
+    from jaxengine.offload.layout import KVLayout
+
 log = logging.getLogger(__name__)
 
 _RESTART_TIMEOUT = 600.0  # seconds in which a respawned worker must be ready
-_SLOW_CALLS = ("sleep", "wake_up")  # they move or load weights
+_SLOW_CALLS = ("sleep", "wake_up", "open_transfers")  # they move weights, or compile
 _SLOW_CALL_TIMEOUT = 600.0
 _STOP_GRACE = 4.0
 _FIGURES = {"num_compilations": 0.0, "compilations_after_warmup": 0.0, "warm": 0.0}
@@ -58,10 +67,12 @@ class WorkerExecutor:
         self._injector = Injector(parse_faults(config.fault.inject_faults))
         self._config = config
         self._changed = threading.Condition()
+        self._transfers: tuple[list[Pool], KVLayout] | None = None  # what was opened
         self._on_end: Callable[[], None] | None = None
         self._next = 0  # step and call numbers
         self._steps_cold: dict[int, bool] = {}  # submitted, by number: a program is not compiled
         self._death: WorkerDied | None = None
+        self._failed: StepFailed | None = None  # with all steps after it
         self.epoch = 0
         self._process = self._begin(config)
         self.description = self._wait_ready(None)
@@ -105,15 +116,15 @@ class WorkerExecutor:
             self._death = WorkerDied("the new worker process cannot take over")
             raise
         self._chooser = self._new_chooser()
+        self._send_pools()
 
     def _begin(self, config: EngineConfig) -> WorkerProcess:
         self._death = None
         self._ready_programs: frozenset[ProgramKey] = frozenset()
         self._figures = dict(_FIGURES)
         self._started: Description | StartFailed | None = None
-        self._results: dict[int, StepDone | StepFailed] = {}
         self._answers: dict[int, Answer] = {}
-        self._steps_cold.clear()
+        self._forget_steps()
         epoch = self.epoch
         return WorkerProcess(
             config,
@@ -148,8 +159,14 @@ class WorkerExecutor:
     def _receive(self, message: Reply) -> None:
         with self._changed:
             match message:
-                case StepDone() | StepFailed():
+                case StepDone():
                     self._results[message.step] = message
+                case StepFailed():
+                    self._failed = message
+                case TransfersDone():
+                    self._transfers_done.append(message)
+                    self._moving -= sum(map(len, message.shards))
+                    self._moved_at = time.monotonic()
                 case Answer():
                     self._answers[message.call] = message
                 case Programs():
@@ -184,18 +201,77 @@ class WorkerExecutor:
         settings = self._settings
         cold = self._steps_cold.pop(handle)
         limit = settings.compile_timeout_sec if cold else settings.step_timeout_sec
-        self._wait(lambda: handle in self._results, limit, f"a step took more than {limit:g} s")
-        done = self._results.pop(handle)
-        if isinstance(done, StepFailed):
-            raise WorkerError(done.kind, done.message)
+        self._wait(
+            lambda: handle in self._results or self._lost(handle),
+            limit,
+            f"a step took more than {limit:g} s",
+        )
+        done = self._results.pop(handle, None)
+        if done is None:
+            raise self._failure()
         return [result.result() for result in done.results]
+
+    def _lost(self, step: int) -> bool:
+        return self._failed is not None and self._failed.step <= step
+
+    def _failure(self) -> WorkerError:
+        assert self._failed is not None
+        return WorkerError(self._failed.kind, self._failed.message)
 
     def reset(self) -> None:
         """Raises WorkerError or WorkerDied."""
         self._call("reset", self._planned("reset"))
-        with self._changed:  # of steps before the reset
-            self._results.clear()
-            self._steps_cold.clear()
+        with self._changed:
+            self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        self._results: dict[int, StepDone] = {}
+        self._failed = None
+        self._steps_cold.clear()
+        self._transfers_done: list[TransfersDone] = []
+        self._moving = 0  # transfers under way
+        self._moved_at = 0.0
+
+    # -- KV offload -------------------------------------------------------------------------
+
+    def open_transfers(self, pools: Sequence[PagePool], layout: KVLayout) -> None:
+        """Raises ValueError for a pool that is not shared memory, WorkerError or WorkerDied."""
+        if any(pool.name is None for pool in pools):
+            raise ValueError("a worker process needs host pools in shared memory")
+        self._transfers = (
+            [Pool(str(pool.name), pool.num_slots, pool.page_bytes) for pool in pools],
+            layout,
+        )
+        self._send_pools()
+
+    def _send_pools(self) -> None:
+        if self._transfers is not None:
+            call = self._number()
+            self._ask(OpenTransfers(call, *self._transfers), call, "open_transfers")
+
+    def transfer(self, steps: Sequence[OffloadStep | None]) -> None:
+        """Raises WorkerDied."""
+        self.check()
+        with self._changed:
+            jobs = (len(step.stores) + len(step.loads) for step in steps if step is not None)
+            self._moving += sum(jobs)
+            self._moved_at = time.monotonic()
+        self._process.send(Transfer(self._number(), list(steps)))
+
+    def poll_transfers(self) -> list[list[Done]]:
+        """Raises WorkerError when a transfer failed and no step is waited for, which would tell;
+        WorkerDied when the worker is gone or nothing moved for too long (it is killed then)."""
+        self.check()
+        with self._changed:
+            messages, self._transfers_done = self._transfers_done, []
+            if self._failed is not None and not self._steps_cold:
+                raise self._failure()
+            limit = self._settings.compile_timeout_sec
+            hung = self._moving > 0 and time.monotonic() - self._moved_at > limit
+        if hung:
+            self._wait(lambda: False, 0.0, f"no KV moved for {limit:g} s")
+        shards = len(self._transfers[0]) if self._transfers is not None else 0
+        return [[done for m in messages for done in m.shards[i]] for i in range(shards)]
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -221,7 +297,10 @@ class WorkerExecutor:
     def _call(self, method: str, fault: Fault | None, *args: int) -> None:
         self.check()
         call = self._number()
-        self._process.send(Call(call, method, list(args), fault))
+        self._ask(Call(call, method, list(args), fault), call, method)
+
+    def _ask(self, message: Call | OpenTransfers, call: int, method: str) -> None:
+        self._process.send(message)
         limit = None if method == "wait_warm" else self._settings.step_timeout_sec
         if method in _SLOW_CALLS:
             limit = _SLOW_CALL_TIMEOUT

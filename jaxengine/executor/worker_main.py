@@ -14,18 +14,21 @@ import signal
 import socket
 import threading
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxengine import platform
-from jaxengine.engine.fault.inject import Fault, carry_out
+from jaxengine.engine.fault.inject import carry_out
 from jaxengine.executor.parent import tie_to_parent
+from jaxengine.executor.program_watch import ProgramWatch
 from jaxengine.executor.worker_messages import (
     Answer,
     Call,
     Channel,
     Command,
     Compile,
-    Programs,
+    OpenTransfers,
     Sample,
     Start,
     StartFailed,
@@ -33,6 +36,8 @@ from jaxengine.executor.worker_messages import (
     StepFailed,
     Stop,
     Submit,
+    Transfer,
+    TransfersDone,
     WireResult,
 )
 
@@ -41,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_POLL = 0.1, 2.0  # seconds between looks at what is compiled: while it changes, and at most
+_TRANSFER_POLL = 0.001  # seconds between looks at KV transfers under way
 
 
 def main(file_descriptor: int) -> None:
@@ -107,19 +112,28 @@ class _Worker:
         # The first step that failed: it and all after it are void until the reset.
         self._failed: int | None = None
         self._lock = threading.Lock()
-        self._programs = _ProgramWatch(built, channel)
+        self._moving = 0  # KV transfers under way
+        self._programs = ProgramWatch(built, channel.send)
 
     def run(self, inbox: queue.SimpleQueue[Command]) -> None:
         threading.Thread(target=self._send_results, daemon=True).start()
         while True:
-            message = inbox.get()
+            try:
+                message = inbox.get(timeout=_TRANSFER_POLL if self._moving else None)
+            except queue.Empty:
+                self._poll_transfers()
+                continue
             match message:
                 case Submit():
-                    self._step(message.step, lambda m=message: self._submit(m))
+                    self._step(message.step, partial(self._submit, message))
                 case Sample():
-                    self._step(message.step, lambda m=message: self._sample(m))
+                    self._step(message.step, partial(self._sample, message))
+                case Transfer():
+                    self._step(message.step, partial(self._transfer, message))
+                case OpenTransfers():
+                    self._answer(message.call, partial(self._open_transfers, message))
                 case Call():
-                    self._call(message)
+                    self._answer(message.call, partial(self._call, message))
                 case Compile():
                     self._programs.start(message.key)
                 case Stop():
@@ -127,8 +141,10 @@ class _Worker:
                     return
                 case Start():
                     raise AssertionError("started twice")
+            if self._moving:
+                self._poll_transfers()
 
-    def _step(self, step: int, action: Any) -> None:
+    def _step(self, step: int, action: Callable[[], None]) -> None:
         if self._is_void(step):
             return
         try:
@@ -178,87 +194,54 @@ class _Worker:
         log.error("step %d failed", step, exc_info=error)
         self._channel.send(StepFailed(step, type(error).__name__, _one_line(error)))
 
-    def _call(self, message: Call) -> None:
-        answer = Answer(message.call)
+    def _transfer(self, message: Transfer) -> None:
+        steps = [step for step in message.shards if step is not None]
+        self._executor.transfer(message.shards)
+        self._moving += sum(len(step.stores) + len(step.loads) for step in steps)
+
+    def _poll_transfers(self) -> None:
+        done = self._executor.poll_transfers()
+        count = sum(map(len, done))
+        if count:
+            self._moving -= count
+            self._channel.send(TransfersDone(done))
+
+    def _open_transfers(self, message: OpenTransfers) -> None:
+        from jaxengine.offload.host_pool import PagePool
+
+        pools = [PagePool.attach(p.name, p.num_slots, p.page_bytes) for p in message.pools]
+        self._executor.open_transfers(pools, message.layout)
+
+    def _answer(self, call: int, action: Callable[[], None]) -> None:
+        answer = Answer(call)
         try:
-            self._run_call(message.method, message.args, message.fault)
+            action()
         except Exception as error:  # noqa: BLE001 - the engine learns of it and decides
-            log.exception("%s failed", message.method)
-            answer = Answer(message.call, type(error).__name__, _one_line(error))
+            log.exception("a call failed")
+            answer = Answer(call, type(error).__name__, _one_line(error))
         self._programs.send()
         self._channel.send(answer)
 
-    def _run_call(self, method: str, args: list[int], fault: Fault | None) -> None:
-        if fault is not None:
-            carry_out(fault)
+    def _call(self, message: Call) -> None:
+        method, args = message.method, message.args
+        if message.fault is not None:
+            carry_out(message.fault)
         if method == "reset":
             self._failed = 0
             self._sampled.join()  # nothing may still use what is rebuilt
             self._handles.clear()
             self._executor.reset()
+            self._moving = 0
             self._failed = None
         elif method == "sleep":
             self._executor.sleep(*args)
+            self._moving = 0
         elif method == "wake_up":
             self._executor.wake_up()
         elif method == "wait_warm":
             self._executor.wait_warm()
         else:
             raise ValueError(f"unknown call {method!r}")
-
-
-class _ProgramWatch:
-    """Tells the engine which programs are compiled, at every change."""
-
-    def __init__(self, built: Built, channel: Channel[Command]) -> None:
-        from jaxengine.executor.worker_build import row_sizes_of
-        from jaxengine.runner.buckets import in_halves
-        from jaxengine.runner.programs import Key
-        from jaxengine.runner.warmup import warmup_keys
-
-        self._executor = built.executor
-        self._programs = built.runner.programs
-        self._channel = channel
-        self._key = Key
-        buckets = built.runner.buckets
-        halves = in_halves(buckets, built.overlap)
-        self._keys = warmup_keys(buckets, row_sizes_of(built.planner), halves)
-        self._sent: tuple[int, dict[str, float]] = (-1, {})
-        self._lock = threading.Lock()
-        self._changed = threading.Event()
-        self.send()
-        threading.Thread(target=self._poll, daemon=True).start()
-
-    def start(self, key: tuple[str, Any]) -> None:
-        self._programs.start([self._key(*key)])  # type: ignore[arg-type]
-        self._changed.set()
-
-    def look(self) -> None:
-        """Something may have been compiled; cheap when not."""
-        if self._programs.num_compiled != self._sent[1].get("num_compilations"):
-            self._changed.set()
-            self.send()
-
-    def send(self) -> None:
-        with self._lock:
-            ready = [key for key in self._keys if self._programs.ready(key)]
-            figures = self._executor.stats()
-            now = (len(ready), figures)
-            if now != self._sent:
-                self._sent = now
-                self._channel.send(Programs([(k.kind, k.size) for k in ready], figures))
-
-    def _poll(self) -> None:
-        """The compilers work beside; look often while they get on, else ever more rarely."""
-        wait = _POLL[0]
-        while True:
-            before = self._sent
-            self.send()
-            wait = _POLL[0] if self._sent != before else min(2 * wait, _POLL[1])
-            everything = self._sent[0] == len(self._keys)
-            if self._changed.wait(None if everything else wait):
-                self._changed.clear()
-                wait = _POLL[0]
 
 
 def _one_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ from jaxengine.engine.fault.inject import Fault
 from jaxengine.executor.base import Batch
 from jaxengine.executor.choice import ProgramKey
 from jaxengine.models.spec import DecoderSpec
+from jaxengine.offload.jobs import Done, OffloadStep
 from jaxengine.offload.layout import KVLayout
 from jaxengine.runner.buckets import Overlap
 from jaxengine.sched.batch import BatchShape, Bucket
@@ -149,7 +150,30 @@ class Stop(msgspec.Struct, tag=True):
     pass
 
 
-Command = Start | Submit | Sample | Call | Compile | Stop
+class Pool(msgspec.Struct, array_like=True):
+    """A host pool in shared memory (`offload.host_pool`)."""
+
+    name: str
+    num_slots: int
+    page_bytes: int
+
+
+class OpenTransfers(msgspec.Struct, tag=True):
+    """Answered by `Answer`."""
+
+    call: int
+    pools: list[Pool]  # by shard
+    layout: KVLayout
+
+
+class Transfer(msgspec.Struct, tag=True):
+    """KV offload's jobs ahead of a step; counted as a step of its own."""
+
+    step: int
+    shards: list[OffloadStep | None]
+
+
+Command = Start | Submit | Sample | Call | Compile | Stop | OpenTransfers | Transfer
 
 
 # -- worker -> engine -----------------------------------------------------------------------
@@ -205,7 +229,11 @@ class Programs(msgspec.Struct, tag=True):
     figures: dict[str, float]
 
 
-Reply = Description | StartFailed | StepDone | StepFailed | Answer | Programs
+class TransfersDone(msgspec.Struct, tag=True):
+    shards: list[list[Done]]
+
+
+Reply = Description | StartFailed | StepDone | StepFailed | Answer | Programs | TransfersDone
 
 
 _LENGTH = struct.Struct("<Q")

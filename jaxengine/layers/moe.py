@@ -17,6 +17,7 @@ from jaxengine.pallas_kernels.moe import moe_mlp, route
 from jaxengine.parallel.exchange import ExpertShards
 from jaxengine.parallel.experts import (
     ExpertWeights,
+    Replicas,
     expert_parallel_mlp,
     replicated_expert_mlp,
 )
@@ -120,6 +121,7 @@ def _over_devices(
     experts, shards = expert_weights(p), expert_shards(moe, layout)
     how: dict[str, Any] = {"shards": shards, "backend": layout.dispatch}
     how |= {"activation": moe.activation, "activation_limit": moe.activation_limit}
+    how["replicas"] = replicas_of(p)
     wide = x.astype(jnp.float32)
     if not layout.data_axis:
         return replicated_expert_mlp(wide, ids, weights, experts, **how)
@@ -139,6 +141,11 @@ def expert_weights(p: dict[str, Any]) -> ExpertWeights:
     """A layer's experts on this device."""
     biases = (p.get("experts_gate_up_bias"), p.get("experts_down_bias"))
     return ExpertWeights(p["experts_gate_up"], p["experts_down"], *biases)
+
+
+def replicas_of(p: dict[str, Any]) -> Replicas | None:
+    """Where the copies of the layer's experts lie; None without copies."""
+    return Replicas(p["expert_slots"], p["expert_copies"]) if "expert_slots" in p else None
 
 
 def expert_shards(moe: MoeSpec, layout: StepLayout) -> ExpertShards:

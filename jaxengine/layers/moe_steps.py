@@ -14,13 +14,14 @@ from jaxengine.layers.moe import (
     expert_shards,
     expert_weights,
     own_share,
+    replicas_of,
     shared_experts,
 )
 from jaxengine.layers.parallel import reduce
 from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.parallel import exchange
-from jaxengine.parallel.experts import ExpertOptions, compute, wire_dtype
+from jaxengine.parallel.experts import ExpertOptions, compute, to_slots, wire_dtype
 from jaxengine.parallel.overlap import ExpertLayer
 
 Norm = Callable[[Array], Array]
@@ -60,12 +61,15 @@ def expert_layer(
     moe = spec.moe
     assert moe is not None
     shards, held = expert_shards(moe, layout), expert_weights(p)
+    replicas = replicas_of(p)
     options = ExpertOptions(moe.activation, moe.activation_limit)
 
     def pack(half: Half) -> tuple[Kept, Array]:
         normed = norm(half.x)
         weights, ids = choose(moe, p, normed)
         ids = jnp.where(half.valid[:, None], ids, -1)
+        if replicas is not None:
+            ids = to_slots(ids, replicas, 0)
         wire = normed.astype(wire_dtype(normed, held))
         own = [own_share(a, layout, fill) for a, fill in ((wire, 0), (ids, -1), (weights, 0))]
         tokens, width = own[0].shape

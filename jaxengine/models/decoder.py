@@ -14,7 +14,7 @@ from jaxengine.layers.halves import cut_of, join, split, split_plan
 from jaxengine.layers.linear import linear
 from jaxengine.layers.mla import latent_attention, latent_work
 from jaxengine.layers.mlp import mlp
-from jaxengine.layers.moe import moe
+from jaxengine.layers.moe import choose, moe
 from jaxengine.layers.moe_steps import Half, expert_layer
 from jaxengine.layers.norm import rms_norm
 from jaxengine.layers.parallel import gather_columns, lookup, row_parallel
@@ -22,6 +22,7 @@ from jaxengine.layers.rope import apply_rope, rope_tables
 from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.params import param_shapes as param_shapes
 from jaxengine.models.spec import DecoderSpec, Params, RopeSpec, local_spec
+from jaxengine.parallel import expert_load
 from jaxengine.parallel.overlap import DenseLayer, ExpertLayer, interleave
 
 KV = tuple[LayerCache, ...]  # by layer
@@ -35,6 +36,7 @@ class LayerKind(NamedTuple):
     window: int
     group: int  # KV group
     experts: bool
+    layer: int = -1  # its number, where the experts' tokens are counted
 
 
 def embed(
@@ -99,7 +101,7 @@ def decode(
     valid = jnp.arange(inputs.shape[0]) < plan.num_tokens if local.moe is not None else None
     written = []
     for i, layer, cache in zip(layers, params["layers"], kv, strict=True):
-        kind, of_layer = _kind(local, i), _tables_of(local, i, tables)
+        kind, of_layer = _kind(local, i, layout), _tables_of(local, i, tables)
         x, cache = _layer(local, layout, kind, x, layer, cache, plan, of_layer, valid)
         written.append(cache)
     return _ended(local, x, params, stage), tuple(written)
@@ -130,7 +132,7 @@ def _in_halves(
     ]
     layers: list[ExpertLayer | DenseLayer] = []
     for i, p in enumerate(params["layers"], first_layer):
-        kind = _kind(spec, i)
+        kind = _kind(spec, i, layout)
 
         def attend(
             half: int, tokens: Half, cache: LayerCache, i: int = i, p: Any = p, kind: Any = kind
@@ -167,9 +169,10 @@ def _with_work(spec: DecoderSpec, layout: StepLayout, plan: AttentionPlan, kv: K
     return kernel_work(plan, layout, spec.groups, heads=spec.num_heads, cache=kv[0])
 
 
-def _kind(spec: DecoderSpec, layer: int) -> LayerKind:
+def _kind(spec: DecoderSpec, layer: int, layout: StepLayout) -> LayerKind:
     window = spec.windows[layer] if spec.windows else 0
-    return LayerKind(window, spec.groups.index(window), spec.is_moe(layer))
+    number = layer if layout.record_experts else -1
+    return LayerKind(window, spec.groups.index(window), spec.is_moe(layer), number)
 
 
 def _tables_of(spec: DecoderSpec, layer: int, tables: dict[RopeSpec, Tables]) -> Tables | None:
@@ -205,6 +208,10 @@ def _layer(
     if kind.experts:
         assert valid is not None
         y = moe(spec, p, normed, valid, layout)
+        if layout.record_experts:
+            assert spec.moe is not None
+            ids = jnp.where(valid[:, None], choose(spec.moe, p, normed)[1], -1)
+            jax.debug.callback(expert_load.record, kind.layer, ids)
     else:
         y = mlp(p, normed, spec.activation, layout)
     return _add(spec, x, y, p, "mlp_post_norm"), cache

@@ -47,4 +47,5 @@ class StepLayout:
     data_size: int = 1
     expert_parallel: bool = False  # experts are split over both axes, else their columns
     dispatch: str = "auto"  # all-to-all backend of expert parallelism
+    record_experts: bool = False  # count the experts' tokens on the host
     dbo: bool = False  # two microbatches out of phase, in the programs that ask for it

@@ -33,6 +33,7 @@ class Leaf(NamedTuple):
     experts: bool = False
     wide: bool = False
     padded: bool = False
+    table: bool = False  # int32
 
 
 def top_leaves(spec: DecoderSpec) -> dict[str, Leaf]:
@@ -105,19 +106,22 @@ def _experts(spec: DecoderSpec) -> dict[str, Leaf]:
     moe, width = spec.moe, spec.hidden_size
     assert moe is not None
     experts, ffn, shared = moe.num_experts, moe.ffn_size, moe.shared_ffn_size
-    parts = ((ffn, 1), (ffn, 1))
+    parts, slots = ((ffn, 1), (ffn, 1)), experts + moe.redundant
     leaves = {
         "router": Leaf((experts, width)),
-        "experts_gate_up": Leaf((experts, 2 * ffn, width), 1, parts, experts=True),
-        "experts_down": Leaf((experts, width, ffn), 2, experts=True),
+        "experts_gate_up": Leaf((slots, 2 * ffn, width), 1, parts, experts=True),
+        "experts_down": Leaf((slots, width, ffn), 2, experts=True),
     }
+    if moe.placed:  # slots of every expert, see parallel.eplb
+        leaves["expert_slots"] = Leaf((experts, moe.most_copies), table=True)
+        leaves["expert_copies"] = Leaf((experts,), table=True)
     if moe.router_bias:
         leaves["router_bias"] = Leaf((experts,))
     if moe.choice_bias:
         leaves["choice_bias"] = Leaf((experts,), wide=True)
     if moe.expert_bias:
-        leaves["experts_gate_up_bias"] = Leaf((experts, 2 * ffn), 1, parts, experts=True)
-        leaves["experts_down_bias"] = Leaf((experts, width), experts=True)
+        leaves["experts_gate_up_bias"] = Leaf((slots, 2 * ffn), 1, parts, experts=True)
+        leaves["experts_down_bias"] = Leaf((slots, width), experts=True)
     if shared:
         leaves["shared_gate_up"] = Leaf((2 * shared, width), 0, ((shared, 1), (shared, 1)))
         leaves["shared_down"] = Leaf((width, shared), 1)
@@ -154,7 +158,7 @@ def param_shapes(spec: DecoderSpec, dtype: Any, tensor_size: int = 1) -> Params:
     """
 
     def struct(leaf: Leaf) -> jax.ShapeDtypeStruct:
-        kind = jnp.float32 if leaf.wide else dtype
+        kind = jnp.int32 if leaf.table else jnp.float32 if leaf.wide else dtype
         return jax.ShapeDtypeStruct(arranged_shape(leaf, tensor_size), kind)
 
     return _tree(spec, struct)

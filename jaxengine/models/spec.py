@@ -55,6 +55,9 @@ class MoeSpec:
     activation: str = "silu"  # silu | gelu | clamped_swiglu
     activation_limit: float = 7.0  # clamped_swiglu
     shared_ffn_size: int = 0  # width of the shared experts, joined to one MLP; 0 = none
+    redundant: int = 0  # slots for copies of busy experts, beside all experts
+    most_copies: int = 1
+    placed: bool = False  # experts lie where tables say (`parallel.eplb`)
     shared_gate: bool = False  # the shared expert is weighted by sigmoid(x . gate)
 
 
@@ -159,7 +162,8 @@ def local_spec(
     if moe is not None:
         if expert_parallel:
             over = devices or tensor_size
-            moe = replace(moe, num_experts=share(moe.num_experts, "experts", over))
+            slots = share(moe.num_experts + moe.redundant, "experts and their copies", over)
+            moe = replace(moe, num_experts=slots)
         else:
             moe = replace(moe, ffn_size=share(moe.ffn_size, "FFN columns of an expert"))
         shared = share(moe.shared_ffn_size, "FFN columns of the shared expert")

@@ -50,7 +50,7 @@ def compile_step(case: Case) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from jaxengine.config import ParallelConfig
-    from jaxengine.engine.build import cache_spec, divide
+    from jaxengine.engine.divide import cache_spec, divide
     from jaxengine.models.families import spec_from_config
     from jaxengine.models.params import param_shapes, param_specs
     from jaxengine.pallas_kernels import device

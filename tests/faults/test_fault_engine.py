@@ -15,7 +15,7 @@ import pytest
 from fault_engine import MODEL, EngineProcess
 
 from jaxengine.engine import wire
-from jaxengine.engine.fault.sentinel import UNAVAILABLE
+from jaxengine.engine.admission import UNAVAILABLE
 
 LONG = 150  # tokens; at least as many steps
 PROMPT = [11, 42, 7, 99, 180, 23, 55, 201, 8, 77, 140, 33, 64, 5, 190, 250, 31, 12, 90, 6]

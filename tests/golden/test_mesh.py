@@ -79,3 +79,15 @@ def test_mesh() -> None:
 @pytest.mark.parametrize("family", [*DENSE, *MOE])
 def test_every_mesh(family: str) -> None:
     check([case for case in ALL if case["family"] == family], 3500)
+
+
+@pytest.mark.timeout(600)
+def test_copies_of_busy_experts(tmp_path: pathlib.Path) -> None:
+    """Loads measured in one engine place the experts and copies of the next; nothing changes."""
+    load = str(tmp_path / "load.json")
+    placed = {"num_redundant_experts": 2, "eplb_load": load}
+    check(
+        [experts("mixtral", 1, 1, record_expert_load=load), experts("mixtral", 2, 1, **placed)], 590
+    )
+    tokens = json.loads(pathlib.Path(load).read_text())["tokens"]
+    assert all(len(layer) == 8 and sum(layer) > 0 for layer in tokens)

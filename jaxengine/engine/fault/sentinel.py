@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from jaxengine.engine import wire
+from jaxengine.engine.admission import UNAVAILABLE
 from jaxengine.engine.fault.outbox import Outbox
 from jaxengine.engine.fault.settings import FaultSettings
 from jaxengine.engine.fault.state import (
@@ -44,7 +45,6 @@ from jaxengine.engine.messages import (
 
 log = logging.getLogger(__name__)
 
-UNAVAILABLE = "unavailable"  # stop_reason of a request that came to an engine that takes none: 503
 CHECK = b"\xf0"  # inside the process: look whether the worker is gone
 _LOOK = 0.25  # seconds between looks at `stopping` while parked
 _MOST_IN_VAIN = 3  # automatic recoveries in a row without a token in between

@@ -181,3 +181,26 @@ def test_wire_batch_is_the_batch() -> None:
         assert mine.shape == yours.shape and mine.dtype == yours.dtype
         assert mine.tolist() == yours.tolist()
     assert ("seed", 0) in keys_of(batch) and ("score", 4) in keys_of(batch)
+
+
+def test_kv_offload_through_a_worker() -> None:
+    """Prefixes come back from host memory, also after the worker was replaced."""
+    engine = core(True, kv_offloading_size=0.01, num_gpu_blocks_override=48)
+    try:
+        before = recorded(engine)[1]
+        deadline = time.monotonic() + 20
+        while engine.has_work() and time.monotonic() < deadline:
+            engine.step()
+        stored = engine.stats().extra
+        assert sum(n for name, n in stored.items() if "store" in name) > 0, stored
+        engine.on_fault()
+        engine.recover(respawn=True)
+        assert recorded(engine)[1] == before
+        loaded = engine.stats().extra
+        assert sum(n for name, n in loaded.items() if "load" in name) > 0, loaded
+        engine.on_fault()
+        engine.recover(respawn=False)
+        assert recorded(engine)[1] == before
+    finally:
+        engine.shutdown()
+    assert not list(pathlib.Path("/dev/shm").glob("jaxengine-kv-*"))

@@ -15,8 +15,9 @@ import pytest
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
+from jaxengine.engine.admission import UNAVAILABLE
 from jaxengine.engine.fault.outbox import Outbox
-from jaxengine.engine.fault.sentinel import UNAVAILABLE, RecoverableCore, Sentinel
+from jaxengine.engine.fault.sentinel import RecoverableCore, Sentinel
 from jaxengine.engine.fault.settings import FaultSettings
 from jaxengine.engine.messages import (
     EngineOutput,
