@@ -79,6 +79,10 @@ class SchedulerConfig:
     """Plan the next step while the device works on this one."""
     watermark: float = 0.0
     """Share of KV blocks kept free when new requests are admitted."""
+    speculative_config: str | dict[str, Any] | None = None
+    """JSON: method (ngram | suffix), num_speculative_tokens or
+    num_speculative_tokens_per_batch_size ([[first, last, K], ...]), prompt_lookup_max,
+    prompt_lookup_min, adaptive."""
     max_num_queued_reqs: int | None = None
     """Refuse (503) above so many waiting requests."""
     max_num_queued_tokens: int | None = None

@@ -50,12 +50,14 @@ HAS_PENALTIES = 8
 @dataclass(frozen=True)
 class Bucket:
     """A compiled shape: T tokens, S rows; decode-only programs have T == S and no work items.
-    `dbo`: the program runs it as two microbatches out of phase."""
+    `dbo`: the program runs it as two microbatches out of phase. With `drafts` every row has
+    1 + drafts tokens, and T == S * (1 + drafts); see `jaxengine.sched.verify_batch`."""
 
     tokens: int
     rows: int
     decode_only: bool
     dbo: bool = False
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,13 @@ def layout_of(bucket: Bucket, shape: BatchShape) -> Layout:
     ]
     if not bucket.decode_only:
         sizes.append(("items", (max_items(bucket), 4)))
-    return _layout(sizes)
+    return section_layout(sizes)
 
 
 @functools.cache
 def rows_layout(rows: int) -> Layout:
     """Sections of the sampler's blob for `rows` rows."""
-    return _layout(
+    return section_layout(
         [
             ("use_grammar", (1,)),
             ("slots", (rows,)),
@@ -114,7 +116,8 @@ def rows_layout(rows: int) -> Layout:
     )
 
 
-def _layout(sizes: list[tuple[str, tuple[int, ...]]]) -> Layout:
+def section_layout(sizes: list[tuple[str, tuple[int, ...]]]) -> Layout:
+    """Sections of a blob, one behind the other."""
     sections, offset = {}, 0
     for name, dims in sizes:
         sections[name] = (offset, dims)

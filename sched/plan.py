@@ -18,8 +18,8 @@ Int32 = NDArray[np.int32]
 class StepPlan:
     """Who runs how many tokens, where. Rows: decode rows first, then prefill rows.
 
-    S rows. A decode row feeds exactly one token, which is `last_token[slot]` on the device (its
-    value may not be known on the host yet). A prefill row feeds known tokens
+    S rows. A decode row feeds `last_token[slot]` of the device (its value may not be known on the
+    host yet), and its drafts. A prefill row feeds known tokens
     `request.token_ids[start : start + num_new]`.
     """
 
@@ -37,6 +37,9 @@ class StepPlan:
     preempted: list[Request] = field(default_factory=list)
     # [S] drafts among the row's tokens (the last ones); a row with drafts samples up to 1 + drafts.
     num_drafts: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    # [S] drafts of the row are in flight: `start` and `num_output` are the most they can be, the
+    # device knows how many tokens there are.
+    uncertain: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     # [S] which residence of the slot the row belongs to (planner's own; see `SlotTable.epoch`).
     epochs: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
     has_grammar: bool = False  # some sampling row is constrained
@@ -62,10 +65,12 @@ class StepResult:
     bad_rows: NDArray[np.bool_] | None = (
         None  # [S] logits held NaN or nothing legal: end with error
     )
-    # best `max_logprobs` plus the sampled token first, [S, 1+K]; None when no row asked
+    # best `max_logprobs` plus the sampled token first, [S, 1+K]; None when no row asked. With
+    # drafts [S, M, 1+K], and ranks [S, M].
     logprob_ids: Int32 | None = None
     logprobs: NDArray[np.float32] | None = None
     ranks: Int32 | None = None  # [S]
+    num_drafted: Int32 | None = None  # [S] drafts that were verified; None in a step without any
     # per row: (ids [n, 1+K], logprobs [n, 1+K], ranks [n]) for the prompt positions
     # start+1 .. start+num_new of that row, where the row asked
     prompt_logprobs: dict[int, tuple[Int32, NDArray[np.float32], Int32]] = field(

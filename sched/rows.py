@@ -52,6 +52,7 @@ class Booking(NamedTuple):
     num_output: Int32  # [S]
     samples: Bool  # [S]
     pending: Int32  # [S] sampling steps already in flight
+    uncertain: Bool  # [S] drafts are in flight: `start` is the most it can be
 
 
 def book(table: SlotTable, slots: Index, n: Int32, drafts: Int32) -> Booking:
@@ -62,12 +63,13 @@ def book(table: SlotTable, slots: Index, n: Int32, drafts: Int32) -> Booking:
     table.num_computed[slots] = computed
     table.in_flight[slots] += n
     pending = table.pending[slots]
+    uncertain: Bool = table.placeholders[slots] > pending
     samples = computed >= ahead  # else a chunk that ends before the known tokens do
     table.placeholders[slots] += samples * (1 + drafts)
     table.pending[slots] = pending + samples
     table.sampled[slots] |= samples
     table.num_drafts[slots] = 0
-    return Booking(start, ahead - table.num_prompt[slots], samples, pending)
+    return Booking(start, ahead - table.num_prompt[slots], samples, pending, uncertain)
 
 
 class Settled(NamedTuple):

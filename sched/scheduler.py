@@ -147,7 +147,7 @@ class Scheduler:
         slots = state.running_slots()
         n = table.num_scheduled[slots]
         sampled = table.sampled[slots]
-        decode = (n == 1) & sampled
+        decode = (n > 0) & sampled  # one token, and drafts behind it
         num_decode = int(np.count_nonzero(decode))
         if num_decode == len(running):
             requests = running.copy()
@@ -177,6 +177,7 @@ class Scheduler:
             new_requests=[r for r in dict.fromkeys(state.new) if r.slot >= 0],
             preempted=state.preempted,
             num_drafts=drafts,
+            uncertain=booking.uncertain,
             epochs=table.epoch[slots],
             has_grammar=bool(constrained.any()),
             pending_grammar=bool((constrained & (booking.pending > 0)).any()),

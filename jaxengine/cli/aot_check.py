@@ -187,5 +187,5 @@ def _print_gain(config: dict[str, Any], mesh: Mesh) -> None:
         spec.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k,
         spec.num_heads, spec.num_kv_heads, spec.head_dim,
     )  # fmt: skip
-    print("  predicted by the cost model (docs/moe.md):")
+    print("  predicted by the cost model (docs/parallel.md):")
     print("\n".join("    " + line for line in describe(mesh.devices, shape=shape).splitlines()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 import cyclopts
@@ -233,6 +234,75 @@ def kv(
     from jaxengine.cli.kv import run_kv
 
     return run_kv(action, target, max_bytes=max_bytes, options=options, delete=delete, as_json=json)
+
+
+@app.command(name="train-draft")
+def train_draft(
+    model: Model = None,
+    /,
+    *,
+    output: Path,
+    prompts: Path | None = None,
+    steps: int = 1500,
+    minutes: float = 15.0,
+    tokens: int = 60_000,
+    max_tokens: int = 128,
+    max_prompt: int = 128,
+    drafts: int = 4,
+    draft_vocab_size: int = 8192,
+    ffn_size: int = 0,
+    layers: int = 2,
+    batch_size: int = 256,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    progress: bool = True,
+) -> int:
+    """Train a draft head for speculative decoding on text that the model writes itself.
+
+    Parameters
+    ----------
+    model
+        Model folder, .gguf file, hub id or "demo" (the default).
+    output
+        Folder for the drafter. A stopped run with the same settings goes on from its checkpoint.
+    prompts
+        A .txt file, a prompt a line, or .jsonl with prompt, messages or prompt_token_ids; default:
+        built-in seeds.
+    steps
+        Training steps; fewer when the minutes are over.
+    minutes
+        Time for everything.
+    tokens
+        Tokens of text to write and learn from.
+    max_tokens
+        Most tokens of a text.
+    max_prompt
+        Tokens of a prompt that are kept, from its end.
+    drafts
+        Drafts in a row that it is trained for.
+    draft_vocab_size
+        Tokens that can be drafted, the most frequent ones; 0 = all.
+    ffn_size
+        Width of the head's MLP; 0 = twice the model's width.
+    layers
+        Layers of the head.
+    batch_size
+        Positions in one training step.
+    learning_rate
+        Peak of the learning rate.
+    seed
+        Of prompts, sampling, weights and order.
+    progress
+        Show progress bars.
+    """
+    from jaxengine.cli.train_draft import TrainDraft, run_train_draft
+
+    return run_train_draft(
+        TrainDraft(
+            model or "demo", output, prompts, steps, minutes, tokens, max_tokens, max_prompt,
+            drafts, draft_vocab_size, ffn_size, layers, batch_size, learning_rate, seed, progress,
+        )
+    )  # fmt: skip
 
 
 @app.command

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
+from jaxengine.engine.dp.spawning import error_class, spawn_environment
 from jaxengine.engine.messages import (
     EngineOutputs,
     EngineReady,
@@ -124,7 +125,7 @@ class EngineClient:
         self._process = spawn.Process(
             target=run_engine, args=(launch,), name=f"jaxengine-engine{self._index}"
         )
-        with _environment(self._environment):
+        with spawn_environment(self._environment):
             self._process.start()
         loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()
@@ -208,9 +209,7 @@ class EngineClient:
             elif kind == wire.FAILED:
                 failure = wire.decode_failure(payload)
                 log.error("engine %d failed:\n%s", self._index, failure.traceback)
-                raise EngineDeadError(
-                    f"the engine failed: {failure.message}", _error_class(failure)
-                )
+                raise EngineDeadError(f"the engine failed: {failure.message}", error_class(failure))
 
     def _take_status(self, payload: bytes) -> None:
         if self._on_status is not None:
@@ -327,25 +326,3 @@ class EngineClient:
         assert self._exited is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._exited.wait(), seconds)
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set while a process is spawned, which inherits it. (Not for long: it is this process's.)"""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _error_class(failure: wire.EngineFailure) -> str:
-    """The class of the exception: the last line of a traceback starts with it."""
-    lines = failure.traceback.strip().splitlines() or [""]
-    name = lines[-1].split(":")[0].strip().rsplit(".", 1)[-1]
-    return name if name.isidentifier() else "EngineError"

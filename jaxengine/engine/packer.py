@@ -28,6 +28,7 @@ from jaxengine.sched.batch import (
 )
 from jaxengine.sched.plan import Int32, StepPlan
 from jaxengine.sched.request import Request
+from jaxengine.sched.verify_batch import pack_verify
 from jaxengine.sched.slot_record import (
     EDIT_ADD,
     EDIT_BAN,
@@ -57,7 +58,11 @@ class Prepared:
 class Packer:
     """Keeps the per-slot sampling records; a request's record is written when it gets a slot."""
 
-    def __init__(self, shape: BatchShape, slots: SlotShape, seed: int) -> None:
+    def __init__(
+        self, shape: BatchShape, slots: SlotShape, seed: int, *, always_seed: bool = False
+    ) -> None:
+        """`always_seed`: the device needs every request's tokens (to look drafts up)."""
+        self._always_seed = always_seed
         self._shape = shape
         self._slots = slots
         self._records = np.zeros((slots.num_slots, len(SAMPLING_COLUMNS)), np.int32)
@@ -77,7 +82,7 @@ class Packer:
         for request in plan.new_requests:
             prepared: Prepared = request.params
             self._records[request.slot] = prepared.record
-            if prepared.needs_slot_record:
+            if prepared.needs_slot_record or self._always_seed:
                 seeds.append(self._slot_record(request))
         return seeds
 
@@ -105,6 +110,24 @@ class Packer:
             masked=plan.has_grammar,
             prompt_rows=[(shard, *where) for where in prompt_rows],
             prompt_targets=pack_targets(plan, bucket.tokens, prompt_rows) if prompt_rows else None,
+        )
+
+    def pack_verify(
+        self, plan: StepPlan, block_tables: Sequence[Int32], bucket: Bucket
+    ) -> Batch:
+        """The batch of a plan of decode rows with drafts; one shard."""
+        num_slots, rows = self._slots.num_slots, bucket.rows
+        seeds = self.seeds(plan)
+        wants = self._records[plan.slots, COLUMN["num_logprobs"]] >= 0
+        return Batch(
+            bucket=bucket,
+            blob=pack_verify(plan, bucket, self._shape, block_tables, num_slots),
+            sampler_rows=rows,
+            rows_blob=pack_rows(plan, rows, self._records, num_slots),
+            num_rows=(plan.num_rows,),
+            seeds=seeds,
+            want_logprobs=bool(wants.any()),
+            masked=plan.has_grammar,
         )
 
     def empty(self, bucket: Bucket, rows: int) -> Batch:

@@ -13,15 +13,13 @@ Part = tuple[Int32, NDArray[np.float32], Int32]  # ids [n, 1+K], log-probabiliti
 
 
 def logprobs_of(result: StepResult, row: int, count: int, wanted: int) -> list[TokenLogprobs]:
-    """Of the row's sampled token, with the `wanted` best. `count` is 0 or 1 tokens."""
+    """Of the row's first `count` tokens, with the `wanted` best."""
     assert result.logprob_ids is not None and result.logprobs is not None
     assert result.ranks is not None
-    part = (
-        result.logprob_ids[row : row + 1],
-        result.logprobs[row : row + 1],
-        result.ranks[row : row + 1],
-    )
-    return _entries(part, wanted)[:count]
+    ids, values, ranks = result.logprob_ids[row], result.logprobs[row], result.ranks[row]
+    if ids.ndim == 1:
+        return _entries((ids[None], values[None], np.asarray([ranks])), wanted)[:count]
+    return _entries((ids[:count], values[:count], ranks[:count]), wanted)
 
 
 def _entries(part: Part, wanted: int) -> list[TokenLogprobs]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed step: everything a device needs, as plain data.
+    """A packed step: everything a device needs, as plain data. A bucket with drafts has its own
+    layouts (`jaxengine.sched.verify_batch`), and a mask row for each of its tokens.
 
     With attention data parallelism every array joins those of the shards, in order; lists of
     rows name the shard first.
@@ -84,3 +85,19 @@ class Executor(Protocol):
     def stats(self) -> dict[str, float]: ...
     def wait_warm(self) -> None: ...
     def shutdown(self) -> None: ...
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """An executor that can verify drafts."""
+
+    def open_speculation(
+        self, shapes: Sequence[tuple[int, int]], lookup: tuple[int, int], warmup: str
+    ) -> None:
+        """Compile programs for these (rows, drafts), in this order; `lookup` are the shortest and
+        longest n-gram that the device looks up."""
+        ...
+
+    def choose_verify(self, num_rows: int, num_drafts: int) -> Bucket | None:
+        """The smallest compiled shape that holds such a step; None when there is none yet."""
+        ...

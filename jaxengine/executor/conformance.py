@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from jaxengine.executor.base import Batch, Executor
 from jaxengine.sched.plan import Int32, StepResult
 
+ARRAYS = [f.name for f in fields(StepResult) if f.name != "prompt_logprobs"]
 Mask = Callable[[Batch], Int32]  # the legal tokens of a masked batch
 
 
@@ -39,9 +41,8 @@ def assert_same(one: list[list[StepResult]], other: list[list[StepResult]]) -> N
         assert len(mine) == len(yours), f"step {step}: shards"
         for shard, (a, b) in enumerate(zip(mine, yours, strict=True)):
             where = f"step {step}, shard {shard}"
-            for name in ("token_ids", "num_sampled", "bad_rows", "logprob_ids", "logprobs"):
+            for name in ARRAYS:
                 _assert_equal(getattr(a, name), getattr(b, name), f"{where}: {name}")
-            _assert_equal(a.ranks, b.ranks, f"{where}: ranks")
             assert a.prompt_logprobs.keys() == b.prompt_logprobs.keys(), f"{where}: prompt rows"
             for row, parts in a.prompt_logprobs.items():
                 for mine_, yours_ in zip(parts, b.prompt_logprobs[row], strict=True):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
 
 from jaxengine.executor.base import Batch
 from jaxengine.executor.nodes import LeadingRunner
@@ -14,11 +16,15 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
+from jaxengine.sched.verify_batch import verify_bucket
+from jaxengine.speculate.verify import Lookup
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool
     from jaxengine.offload.jobs import Done, OffloadStep
     from jaxengine.offload.layout import KVLayout
+
+VERIFY_KINDS: tuple[Literal["verify", "accept"], ...] = ("verify", "accept")
 
 
 class InlineExecutor:
@@ -35,6 +41,8 @@ class InlineExecutor:
         self._overlap = overlap
         # Steps run as two microbatches, and why others were not.
         self._overlapped = dict.fromkeys(("steps", "below_threshold", "not_compiled"), 0)
+        self._verify_buckets: list[Bucket] = []
+        self._lazy = False
 
     def choose(
         self, num_tokens: int, num_rows: int, decode_only: bool, fewest_tokens: int
@@ -79,6 +87,32 @@ class InlineExecutor:
         if ready and ready[0] != sizes[0]:
             self._runner.programs.start([Key("sample", sizes[0])])
         return (ready or sizes)[0]
+
+    def open_speculation(
+        self, shapes: Sequence[tuple[int, int]], lookup: tuple[int, int], warmup: str
+    ) -> None:
+        """See `Verifier`."""
+        programs = self._runner.programs
+        programs.lookup = Lookup(*lookup)
+        self._lazy = warmup == "lazy"
+        self._verify_buckets = sorted(
+            (verify_bucket(*shape) for shape in shapes), key=lambda b: (b.tokens, b.rows)
+        )
+        if not self._lazy:
+            full = warmup == "full" or (warmup == "auto" and jax.default_backend() != "cpu")
+            buckets = [verify_bucket(*shape) for shape in shapes]
+            keys = [Key(kind, b) for b in buckets for kind in VERIFY_KINDS]
+            programs.start(keys, urgent=full)
+            if full:
+                programs.wait()
+
+    def choose_verify(self, num_rows: int, num_drafts: int) -> Bucket | None:
+        """See `Verifier`."""
+        fits = [b for b in self._verify_buckets if b.rows >= num_rows and b.drafts >= num_drafts]
+        if self._lazy:
+            return fits[0] if fits else None
+        ready = (b for b in fits if all(self._ready(kind, b) for kind in VERIFY_KINDS))
+        return next(ready, None)
 
     @property
     def runner(self) -> ModelRunner | LeadingRunner:

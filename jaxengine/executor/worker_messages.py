@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -109,7 +110,8 @@ class WireResult(msgspec.Struct, array_like=True):
         return StepResult(**fields, prompt_logprobs=prompt)
 
 
-_RESULT_ARRAYS = ("token_ids", "num_sampled", "bad_rows", "logprob_ids", "logprobs", "ranks")
+# All of its arrays: a field that is missing here would be lost on the way.
+_RESULT_ARRAYS = tuple(f.name for f in fields(StepResult) if f.name != "prompt_logprobs")
 
 
 # -- engine -> worker -----------------------------------------------------------------------

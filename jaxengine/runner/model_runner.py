@@ -15,9 +15,10 @@ from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.programs import Key, Programs, head_params
 from jaxengine.runner.sampling_step import FIXED
-from jaxengine.runner.state import DeviceState, new_state
+from jaxengine.runner.state import DeviceState, new_lengths, new_state
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
+from jaxengine.speculate.verify import Drafted
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool
@@ -32,7 +33,7 @@ class Handle:
     log-probabilities if asked."""
 
     batch: Batch
-    hidden: Array
+    hidden: Array | Drafted
     rows: Array | None = None
     prompt: Array | None = None
 
@@ -61,22 +62,31 @@ class ModelRunner:
         self._devices = devices or Devices()
         self._transfers: list[DeviceTransfer] = []  # by shard
         self._shardings: Any = None  # of the parameters, while they sleep in host memory
+        self._length: Array | None = None  # tokens by slot; None until a step has drafts
         self._all_legal: dict[int, Array] = {}  # masks by sampler rows, for steps without grammars
 
     def submit(self, batch: Batch) -> Handle:
         """Dispatch a step; returns before the device is done. A masked batch is sampled later."""
-        forward = self.programs.get(Key("forward", batch.bucket))
+        verifies = batch.bucket.drafts > 0
+        forward = self.programs.get(Key("verify" if verifies else "forward", batch.bucket))
         assert self._state is not None, "the engine sleeps"
         kv, slots = self._state
         if batch.seeds:
             seed = self.programs.get(Key("seed"))
             for blob in batch.seeds:
                 slots = seed(slots, blob)
-        kv, output = forward(self.params, kv, slots.last_token, batch.blob)
-        self._state = DeviceState(kv, slots)
-        handle = Handle(batch, output.rows[batch.sampler_rows])
+        if verifies:
+            if self._length is None:
+                self._length = new_lengths(self._shapes)
+            kv, drafted = forward(self.params, kv, slots, self._length, batch.blob)
+            self._state = DeviceState(kv, slots)
+            handle = Handle(batch, drafted)
+        else:
+            kv, output = forward(self.params, kv, slots.last_token, batch.blob)
+            self._state = DeviceState(kv, slots)
+            handle = Handle(batch, output.rows[batch.sampler_rows])
         if not batch.masked:
-            self._sample(handle, self._no_mask(batch.sampler_rows))
+            self._sample(handle, self._no_mask(batch.sampler_rows * (1 + batch.bucket.drafts)))
         if batch.prompt_rows:
             score = self.programs.get(Key("score", batch.bucket.tokens))
             handle.prompt = score(self._head, output.hidden, batch.prompt_targets)
@@ -88,10 +98,17 @@ class ModelRunner:
         self._sample(handle, mask)
 
     def _sample(self, handle: Handle, mask: Int32 | Array) -> None:
-        program = self.programs.get(Key("sample", handle.batch.sampler_rows))
         assert self._state is not None
         kv, slots = self._state
-        slots, handle.rows = program(self._head, slots, handle.hidden, handle.batch.rows_blob, mask)
+        batch = handle.batch
+        if batch.bucket.drafts:
+            accept = self.programs.get(Key("accept", batch.bucket))
+            slots, self._length, handle.rows = accept(
+                self._head, slots, self._length, handle.hidden, batch.rows_blob, mask
+            )
+        else:
+            program = self.programs.get(Key("sample", batch.sampler_rows))
+            slots, handle.rows = program(self._head, slots, handle.hidden, batch.rows_blob, mask)
         self._state = DeviceState(kv, slots)
         handle.rows.copy_to_host_async()
 
@@ -108,6 +125,8 @@ class ModelRunner:
         batch = handle.batch
         assert handle.rows is not None, "the batch was not sampled"
         rows, size = np.asarray(handle.rows), batch.sampler_rows
+        if batch.bucket.drafts:
+            return [_verified(rows[: batch.num_rows[0]], batch)]
         results = [
             _result(rows[i * size : i * size + count], batch.want_logprobs)
             for i, count in enumerate(batch.num_rows)
@@ -151,6 +170,7 @@ class ModelRunner:
         for transfer in self._transfers:
             transfer.reset()
         self._state = new_state(self._shapes)
+        self._length = None
 
     def close(self) -> None:
         """No more programs are compiled, no more KV is copied."""
@@ -162,7 +182,7 @@ class ModelRunner:
         """1: weights move to host memory; 2: they are dropped. The KV pool is dropped."""
         for transfer in self._transfers:
             transfer.reset()
-        self._state = None
+        self._state = self._length = None
         if level == 1:
             self._shardings = jax.tree.map(lambda a: a.sharding, self.params)
             self.params = jax.tree.map(np.asarray, self.params)
@@ -190,6 +210,26 @@ def _result(rows: np.ndarray[Any, Any], want_logprobs: bool) -> StepResult:
     if want_logprobs:
         result.ranks = rows[:, FIXED - 1]
         result.logprob_ids, result.logprobs = _split(rows[:, FIXED:])
+    return result
+
+
+def _verified(rows: np.ndarray[Any, Any], batch: Batch) -> StepResult:
+    """From output rows of `accept_rows`."""
+    places = 1 + batch.bucket.drafts
+    columns = rows[:, 1:].reshape(len(rows), places, -1)
+    tokens = np.ascontiguousarray(columns[:, :, 0])
+    result = StepResult(
+        token_ids=tokens,
+        num_sampled=(tokens >= 0).sum(1).astype(np.int32),
+        bad_rows=columns[:, 0, 1] > 0,
+        num_drafted=rows[:, 0],
+    )
+    if batch.want_logprobs:
+        flat = columns.reshape(len(rows) * places, -1)
+        ids, values = _split(flat[:, FIXED:])
+        result.ranks = columns[:, :, FIXED - 1]
+        result.logprob_ids = ids.reshape(len(rows), places, -1)
+        result.logprobs = values.reshape(len(rows), places, -1)
     return result
 
 

@@ -28,15 +28,17 @@ from jaxengine.runner.sampling_step import sample_rows, score_prompt
 from jaxengine.runner.state import DeviceState, SlotState, seed_slot
 from jaxengine.sched.batch import Bucket, layout_of, rows_layout
 from jaxengine.sched.slot_record import SlotShape
+from jaxengine.sched.verify_batch import verify_layout
+from jaxengine.speculate.verify import Drafted, Lookup, accept_rows, verify_forward
 
 log = logging.getLogger(__name__)
 
 
 class Key(NamedTuple):
     """Names a program: the forward of a bucket, the sampler of so many rows, the prompt scorer of
-    so many tokens, the slot writer."""
+    so many tokens, the slot writer; with drafts a bucket's forward and sampler."""
 
-    kind: Literal["forward", "sample", "score", "seed"]
+    kind: Literal["forward", "sample", "score", "seed", "verify", "accept"]
     size: Bucket | int = 0
 
 
@@ -82,6 +84,7 @@ class Programs:
         self.num_compiled = 0
         self.compiled_after_warmup = 0
         self.warm = False
+        self.lookup = Lookup(1, 1)  # of the programs that look drafts up
 
     def start(self, keys: Sequence[Key], urgent: bool = False) -> None:
         """Queue compilations, in this order; the urgent ones at full priority."""
@@ -216,6 +219,10 @@ class Programs:
         data, shards = devices.data, devices.num_shards
         width = config.spec.hidden_size
         if isinstance(key.size, Bucket):
+            if key.kind == "verify":
+                return self._lowered_verify(key.size)
+            if key.kind == "accept":
+                return self._lowered_accept(key.size)
             return self._lowered_stage(key.size, Stage())
         if key.kind == "seed":
             shape = self._slot_shape
@@ -253,6 +260,58 @@ class Programs:
             donate=(1,),
         )
 
+    def _lowered_verify(self, bucket: Bucket) -> Any:
+        config, slots, lookup = self._config, self._state.slots, self.lookup
+        data, kv_spec = self._devices.data, self._specs.kv
+
+        def run_verify(
+            params: Params, kv: KV, slots: SlotState, length: Array, blob: Array
+        ) -> tuple[KV, Drafted]:
+            return verify_forward(config, bucket, lookup, params, kv, slots, length, blob)
+
+        blob = _ints(verify_layout(bucket, config.shape).size)
+        length = slots.last_token
+        return self._devices.lower(
+            run_verify,
+            (self._params, self._state.kv, slots, length, blob),
+            (self._specs.params, kv_spec, data, data, data),
+            (kv_spec, data),
+            donate=(1,),
+        )
+
+    def _lowered_accept(self, bucket: Bucket) -> Any:
+        config, slots, devices = self._config, self._state.slots, self._devices
+        data, width = devices.data, config.spec.hidden_size
+        head, head_specs = head_params(self._params), head_params(self._specs.params)
+
+        def run_accept(
+            params: Params,
+            slots: SlotState,
+            length: Array,
+            drafted: Drafted,
+            blob: Array,
+            mask: Array,
+        ) -> tuple[SlotState, Array, Array]:
+            slots, length, rows = accept_rows(
+                config, bucket, params, slots, length, drafted, blob, mask
+            )
+            return slots, length, devices.fetched(rows)
+
+        drafted = Drafted(
+            jax.ShapeDtypeStruct((bucket.tokens, width), jnp.float32),
+            _ints(bucket.rows, bucket.drafts),
+            _ints(bucket.rows),
+        )
+        mask = _ints(bucket.tokens, -(-config.spec.vocab_size // 32))
+        blob = _ints(rows_layout(bucket.rows).size)
+        return devices.lower(
+            run_accept,
+            (head, slots, slots.last_token, drafted, blob, mask),
+            (head_specs, data, data, data, data, data),
+            (data, data, devices.fetch),
+            donate=(1, 2),
+        )
+
 
 def stage_params(params: Any, stage: Stage, num_layers: int) -> Any:
     """The leaves of one stage; a spec for all leaves stays as it is."""
@@ -274,6 +333,8 @@ def _yield_to_others() -> None:
 
 
 def _describe(key: Key) -> str:
+    if isinstance(key.size, Bucket) and key.size.drafts:
+        return f"{key.kind} {key.size.rows} rows of {key.size.drafts} drafts"
     if isinstance(key.size, Bucket):
         return f"{'decode' if key.size.decode_only else 'mixed'} {key.size.tokens}"
     return f"{key.kind} {key.size}" if key.size else key.kind

@@ -56,6 +56,12 @@ def new_state(shapes: DeviceState) -> DeviceState:
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
 
 
+def new_lengths(shapes: DeviceState) -> Array:
+    """Zero tokens in every slot; kept beside the state by engines that speculate."""
+    last = shapes.slots.last_token
+    return jnp.zeros(last.shape, last.dtype, device=last.sharding)
+
+
 def seed_slot(shape: SlotShape, slots: SlotState, blob: Int[Array, "n"]) -> SlotState:
     """Write one slot's record (`pack_slot`'s blob). `slots` is donated; a slot that does not
     exist changes nothing."""

@@ -131,6 +131,33 @@ async def test_ranks_fail_under_load(replay: bool, monkeypatch: pytest.MonkeyPat
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.slow
+async def test_kills_are_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is killed every 3 s and comes back by itself: with replays no client notices, and
+    somebody always gets tokens."""
+    monkeypatch.setenv("JAXENGINE_STUB_STEP_SECONDS", "0.02")
+    settings = {"auto_recover": "respawn"}
+    async with engines(retry_aborted_requests=True, fault_tolerance_config=settings) as engine:
+        reasons: dict[str, int] = {}
+        clients = [asyncio.create_task(_client(engine, i, 10, reasons)) for i in range(20)]
+        everybody = asyncio.gather(*clients)
+        rank, kills, longest = 0, 0, 0.0
+        changed, tokens = time.monotonic(), -1
+        due = changed + 1
+        while not everybody.done():
+            await asyncio.sleep(0.02)
+            now = time.monotonic()
+            if engine.metrics.totals.generation_tokens != tokens:
+                tokens = engine.metrics.totals.generation_tokens
+                longest, changed = max(longest, now - changed), now
+            if now > due and len(engine.board.healthy()) == 4:
+                _kill(engine, rank % 4)
+                rank, kills, due = rank + 1, kills + 1, now + 3
+        await everybody
+        assert reasons == {"length": 200} and kills >= 2
+        assert longest < 1
+
+
 @pytest.fixture(scope="module")
 def up() -> Iterator[Server]:
     with running(

@@ -15,6 +15,7 @@ from jaxengine.parallel.overlap import XLA_FLAGS
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.slow,
+    pytest.mark.aot,
     pytest.mark.skipif(bool(aot.missing()), reason=aot.missing()),
 ]
 SHAPE = QWEN3_30B_A3B

@@ -341,3 +341,17 @@ async def test_affinity() -> None:
         start = list(range(100))
         ranks = {r.group.placer.add(request(f"a{i}", [*start, i])) for i in range(4)}
         assert len(ranks) == 1
+
+
+async def test_one_rank_of_many_behind_a_balancer_outside() -> None:
+    fleet = Fleet()
+    config = EngineConfig.of(
+        data_parallel_size=4, data_parallel_rank=2, data_parallel_external_lb=True
+    )
+    group = EngineGroup(config, Tally(), make_client=fleet.make)
+    await group.start()
+    assert list(fleet.clients) == [2]
+    assert group.placer.add(request("a")) == 2
+    assert group.placer.add(request("b"), Placement(2)) == 2
+    with pytest.raises(RequestError, match="rank 1 is not served here .rank 2 is"):
+        group.placer.add(request("c"), Placement(1))

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts, their verification, and what trains a drafter."""
