@@ -44,12 +44,12 @@ def build_offload(
     layout: KVLayout,
     planner: PlannerConfig,
     facts: Mapping[str, object],
-    pool_name: str | None = None,
+    shared: bool = False,
 ) -> Offload:
     """The connector and what is behind it; `connector.bind` is left to the caller.
 
     facts: what the KV of equal tokens depends on besides `layout` and `planner`: model, revision,
-    rope, weights' type. pool_name: share the host pool with a worker process under this name.
+    rope, weights' type. shared: a worker process maps the host pool.
     Raises ValueError that names the setting, OSError for folder or memory.
     """
     if not planner.enable_prefix_caching:
@@ -83,7 +83,7 @@ def build_offload(
         }
     )
     counters = Counters()
-    pool = PagePool(num_slots, layout.slot_bytes, pool_name)
+    pool = PagePool(num_slots, layout.slot_bytes, shared)
     try:
         host = HostTier(pool, policy)
         server = None

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
-import pathlib
 
 import numpy as np
 from numpy.typing import NDArray
 
-SHM = pathlib.Path("/dev/shm")
 ALIGN = 64
 
 Bytes = NDArray[np.uint8]
@@ -20,38 +17,40 @@ Bytes = NDArray[np.uint8]
 class PagePool:
     """`num_slots` slots of at least `page_bytes` bytes; `array` is [num_slots, stride] uint8.
 
-    With a name the bytes are a shared-memory file that other processes map with `attach`; they
-    outlive a crash of any process but the owner's. The owner holds a lock on the file, so the
-    file of a dead owner is recognised and taken over. Not thread-safe by itself: whoever owns a
-    slot (see `HostTier`) may touch its bytes.
+    A shared pool is a nameless memory file: other processes map it through the owner's open file
+    (`address`), and it is gone when the last of them is, however they end. Not thread-safe by
+    itself: whoever owns a slot (see `HostTier`) may touch its bytes.
     """
 
-    def __init__(self, num_slots: int, page_bytes: int, name: str | None = None) -> None:
-        """Raises ValueError for sizes or a name in use, OSError when memory is short."""
+    def __init__(self, num_slots: int, page_bytes: int, shared: bool = False) -> None:
+        """Raises ValueError for sizes, OSError when memory is short."""
         self._set_sizes(num_slots, page_bytes)
-        self.name = name
         self._file = -1
         size = num_slots * self.stride
-        if name is None:
-            self._map = mmap.mmap(-1, size)
-        else:
-            self._file = _create(_path(name), size)
-            self._map = mmap.mmap(self._file, size)
+        if shared:
+            self._file = _create(size)
+        self._map = mmap.mmap(self._file, size)
         self._view()
 
+    @property
+    def address(self) -> str:
+        """Where another process of this user finds a shared pool."""
+        assert self._file >= 0, "the pool is not shared"
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
     @classmethod
-    def attach(cls, name: str, num_slots: int, page_bytes: int) -> PagePool:
-        """Map another process's pool. Raises FileNotFoundError, or ValueError when the sizes are
-        not the owner's."""
+    def attach(cls, address: str, num_slots: int, page_bytes: int) -> PagePool:
+        """Map another process's pool. Raises OSError when its owner is gone, or ValueError when
+        the sizes are not the owner's."""
         pool = cls.__new__(cls)
         pool._set_sizes(num_slots, page_bytes)
-        pool.name, pool._file = name, -1
+        pool._file = -1
         size = num_slots * pool.stride
-        file = os.open(_path(name), os.O_RDWR)
+        file = os.open(address, os.O_RDWR)
         try:
             found = os.fstat(file).st_size
             if found != size:
-                raise ValueError(f"host pool {name!r} has {found} bytes, expected {size}")
+                raise ValueError(f"the host pool has {found} bytes, expected {size}")
             pool._map = mmap.mmap(file, size)
         finally:
             os.close(file)
@@ -76,36 +75,22 @@ class PagePool:
         return self.array[slot, : self.page_bytes if num_bytes is None else num_bytes]
 
     def close(self) -> None:
-        """Remove the name (owner only). The memory goes when the last view of it does."""
+        """Nobody can attach any more. The memory goes when the last view of it does."""
         if self._file >= 0:
-            assert self.name is not None
-            _path(self.name).unlink(missing_ok=True)
             os.close(self._file)
             self._file = -1
 
 
-def _path(name: str) -> pathlib.Path:
-    if not name or "/" in name or name.startswith("."):
-        raise ValueError(f"host pool name must be a plain file name, got {name!r}")
-    return SHM / name
-
-
-def _create(path: pathlib.Path, size: int) -> int:
-    """A locked file of `size` bytes that are really there: a write to missing memory would be
+def _create(size: int) -> int:
+    """A memory file of `size` bytes that are really there: a write to missing memory would be
     SIGBUS, long after the start."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    file = os.memfd_create("jaxengine-kv", os.MFD_CLOEXEC)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(file, 0)  # what a dead owner left
         os.posix_fallocate(file, 0, size)
-    except BlockingIOError:
-        os.close(file)
-        raise ValueError(f"host pool {path.name!r} belongs to a running process") from None
     except OSError as error:
         os.close(file)
-        path.unlink(missing_ok=True)
-        if error.errno == errno.ENOSPC:
-            text = f"shared memory has no room for a host pool of {size} bytes"
-            raise OSError(errno.ENOSPC, text) from error
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            text = f"there is no memory for a host pool of {size} bytes"
+            raise OSError(error.errno, text) from error
         raise
     return file

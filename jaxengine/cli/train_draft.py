@@ -177,6 +177,7 @@ def _write_texts(options: TrainDraft, dtype: str, began: float) -> tuple[Any, An
         max_model_len=options.max_prompt + options.max_tokens,
         dtype=dtype,
         generation_config="engine",
+        warmup="lazy",  # few shapes are used
     ) as llm:
         how: dict[str, Any] = {
             "max_tokens": options.max_tokens,

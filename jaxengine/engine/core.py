@@ -18,7 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxengine import platform
@@ -34,14 +34,17 @@ from jaxengine.engine.messages import (
 from jaxengine.engine.packer import Packer, pack_step
 from jaxengine.engine.results import PromptLogprobs, logprobs_of
 from jaxengine.engine.transfers import Transfers
-from jaxengine.executor.base import Batch, Executor
+from jaxengine.executor.base import Batch, Executor, Verifier
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_build import WorkerBuilt, build_worker
+from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
 from jaxengine.sched.sharded import ShardedScheduler
 from jaxengine.sched.updates import RequestUpdate, UpdateBatch
+from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
+from jaxengine.speculate.driver import WAIT, Speculator, draft_masks
 
 if TYPE_CHECKING:
     from jaxengine.engine.build import Built
@@ -60,6 +63,7 @@ class InFlight:
     batch: Batch
     handle: Any
     unsampled: bool
+    num_drafts: int = 0  # K asked for
 
 
 class EngineCore:
@@ -67,6 +71,7 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig) -> None:
         """Load, compile and allocate. Raises ValueError and the loader's errors."""
+        speculation = _speculation(config)
         built = _build(config)
         self.config = config
         self.built = built
@@ -77,9 +82,22 @@ class EngineCore:
         stages = config.parallel.pipeline_parallel_size
         self.depth = 1 + stages if config.scheduler.async_scheduling else 1
         self._events = _event_publisher(config)
+        self._speculator: Speculator | None = None
+        if speculation is not None:
+            planner = replace(built.planner, max_drafts=speculation.num_speculative_tokens)
+            self.built = built = replace(built, planner=planner)
+            executor = built.executor
+            assert isinstance(executor, Verifier)
+            self._speculator = Speculator(speculation, planner, executor, config.runner.warmup)
         shards = range(built.num_shards)
         self._packers = [
-            Packer(built.batch_shape, built.slot_shape, config.model.seed + i) for i in shards
+            Packer(
+                built.batch_shape,
+                built.slot_shape,
+                config.model.seed + i,
+                always_seed=self._speculator is not None,
+            )
+            for i in shards
         ]
         self._transfers = Transfers(
             config, self.executor, built.planner, built.kv_layout, built.kv_facts, built.num_shards
@@ -88,6 +106,7 @@ class EngineCore:
         self._inflight: deque[InFlight] = deque()
         self._grammars = Grammars(config, built.spec.vocab_size)
         self._sleep_level = 0
+        self._last_done = 0.0  # when the last result came
         self._outputs: list[EngineOutput] = []  # made outside of steps
         self._prompt_logprobs = PromptLogprobs()
         self._stats = EngineStats(
@@ -173,14 +192,27 @@ class EngineCore:
         return outputs
 
     def _plan_ahead(self) -> bool:
+        shape: Bucket | str | None = None
+        if self._speculator is not None:
+            in_flight = [step.batch.bucket for step in self._inflight]
+            shape = self._speculator.choose(self._shards[0], in_flight, self.depth)
+            if shape == WAIT:
+                return False
         plans = [shard.schedule() if shard.has_work() else None for shard in self._shards]
         live = [plan for plan in plans if plan is not None]
         self._transfers.dispatch(plans)
         if not live:
             return False
+        num_drafts = 0
+        if self._speculator is not None:
+            num_drafts = self._speculator.planned(live[0])
         tables = [shard.block_tables for shard in self._shards]
-        batch = pack_step(self._packers, plans, tables, self.executor.choose)
-        step = InFlight(plans, batch, self.executor.submit(batch), unsampled=batch.masked)
+        if num_drafts and isinstance(shape, Bucket):
+            batch = self._packers[0].pack_verify(live[0], tables[0], shape)
+        else:
+            batch = pack_step(self._packers, plans, tables, self.executor.choose)
+        handle = self.executor.submit(batch)
+        step = InFlight(plans, batch, handle, batch.masked, num_drafts)
         self._inflight.append(step)
         if batch.masked and not any(plan.pending_grammar for plan in live):
             self._sample(step)
@@ -193,7 +225,12 @@ class EngineCore:
             self._events.publish(self.scheduler.take_events())
 
     def _sample(self, step: InFlight) -> None:
-        self.executor.sample(step.handle, self._grammars.masks(step.plans, step.batch.sampler_rows))
+        bucket, plan = step.batch.bucket, step.plans[0]
+        if bucket.drafts and plan is not None:
+            masks = draft_masks(plan, bucket, self.built.spec.vocab_size)
+        else:
+            masks = self._grammars.masks(step.plans, step.batch.sampler_rows)
+        self.executor.sample(step.handle, masks)
         step.unsampled = False
 
     def _finish_oldest(self, began: float) -> list[EngineOutput]:
@@ -206,6 +243,13 @@ class EngineCore:
             for shard, plan, result in zip(self._shards, step.plans, results, strict=True)
             if plan is not None
         ]
+        if self._speculator is not None and step.plans[0] is not None:
+            # In a pipeline a step's share is the time since the one before it.
+            seconds = done - max(began, self._last_done)
+            self._speculator.finished(
+                step.plans[0], results[0], updates[0][0], step.num_drafts, seconds
+            )
+        self._last_done = done
         # First what the device waits for, then what the client waits for.
         if self._inflight and self._inflight[0].unsampled:
             self._sample(self._inflight[0])
@@ -323,6 +367,8 @@ class EngineCore:
         stats.compilations_after_warmup = int(figures["compilations_after_warmup"])
         stats.extra = {name: n for name, n in figures.items() if name.startswith("dbo_")}
         stats.extra |= self._transfers.stats()
+        if self._speculator is not None:
+            stats.extra |= self._speculator.stats.figures()
         return stats
 
     def utility(self, method: str, args: list[Any]) -> Any:
@@ -406,6 +452,24 @@ def _build(config: EngineConfig) -> Built | WorkerBuilt:
     from jaxengine.engine.build import build
 
     return build(config)
+
+
+def _speculation(config: EngineConfig) -> SpeculativeConfig | None:
+    """None when no step has drafts. Raises ValueError for settings that cannot work together."""
+    if config.scheduler.speculative_config is None:
+        return None
+    speculation = parse_speculative_config(config.scheduler.speculative_config)
+    parallel = config.parallel
+    clashes = {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
+        "attention_data_parallel_size": parallel.attention_data_parallel_size > 1,
+        "nnodes": parallel.nnodes > 1,
+        "enable_fault_tolerance": config.fault.enable_fault_tolerance,
+    }
+    for name, clash in clashes.items():
+        if clash:
+            raise ValueError(f"speculative_config does not work with {name}; leave one of them out")
+    return speculation if speculation.num_speculative_tokens else None
 
 
 def _refusal(request_id: str, reason: str) -> EngineOutput:

@@ -28,7 +28,6 @@ from jaxengine.sched.batch import (
 )
 from jaxengine.sched.plan import Int32, StepPlan
 from jaxengine.sched.request import Request
-from jaxengine.sched.verify_batch import pack_verify
 from jaxengine.sched.slot_record import (
     EDIT_ADD,
     EDIT_BAN,
@@ -39,6 +38,7 @@ from jaxengine.sched.slot_record import (
     SlotShape,
     pack_slot,
 )
+from jaxengine.sched.verify_batch import pack_verify
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,7 @@ class Packer:
             prompt_targets=pack_targets(plan, bucket.tokens, prompt_rows) if prompt_rows else None,
         )
 
-    def pack_verify(
-        self, plan: StepPlan, block_tables: Sequence[Int32], bucket: Bucket
-    ) -> Batch:
+    def pack_verify(self, plan: StepPlan, block_tables: Sequence[Int32], bucket: Bucket) -> Batch:
         """The batch of a plan of decode rows with drafts; one shard."""
         num_slots, rows = self._slots.num_slots, bucket.rows
         seeds = self.seeds(plan)

@@ -38,11 +38,9 @@ class Transfers:
         if config.parallel.nnodes > 1 or config.parallel.pipeline_parallel_size > 1:
             raise ValueError("KV offload works within one node and without pipeline stages")
         shared = config.fault.enable_fault_tolerance
-        for shard in range(num_shards):
-            name = f"jaxengine-kv-{_unique()}-{shard}" if shared else None
-            self._offloads.append(
-                build_offload(wanted.share(num_shards), layout, planner, facts, name)
-            )
+        for _ in range(num_shards):
+            one = build_offload(wanted.share(num_shards), layout, planner, facts, shared)
+            self._offloads.append(one)
         executor.open_transfers([offload.pool for offload in self._offloads], layout)
 
     def connector(self, shard: int) -> KVConnector | None:
@@ -97,8 +95,3 @@ class Transfers:
         for offload in self._offloads:
             offload.close()
 
-
-def _unique() -> str:
-    import secrets
-
-    return secrets.token_hex(8)

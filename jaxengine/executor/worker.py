@@ -235,11 +235,9 @@ class WorkerExecutor:
     # -- KV offload -------------------------------------------------------------------------
 
     def open_transfers(self, pools: Sequence[PagePool], layout: KVLayout) -> None:
-        """Raises ValueError for a pool that is not shared memory, WorkerError or WorkerDied."""
-        if any(pool.name is None for pool in pools):
-            raise ValueError("a worker process needs host pools in shared memory")
+        """The pools are shared ones. Raises WorkerError or WorkerDied."""
         self._transfers = (
-            [Pool(str(pool.name), pool.num_slots, pool.page_bytes) for pool in pools],
+            [Pool(pool.address, pool.num_slots, pool.page_bytes) for pool in pools],
             layout,
         )
         self._send_pools()

@@ -209,7 +209,7 @@ class _Worker:
     def _open_transfers(self, message: OpenTransfers) -> None:
         from jaxengine.offload.host_pool import PagePool
 
-        pools = [PagePool.attach(p.name, p.num_slots, p.page_bytes) for p in message.pools]
+        pools = [PagePool.attach(p.address, p.num_slots, p.page_bytes) for p in message.pools]
         self._executor.open_transfers(pools, message.layout)
 
     def _answer(self, call: int, action: Callable[[], None]) -> None:

@@ -155,7 +155,7 @@ class Stop(msgspec.Struct, tag=True):
 class Pool(msgspec.Struct, array_like=True):
     """A host pool in shared memory (`offload.host_pool`)."""
 
-    name: str
+    address: str
     num_slots: int
     page_bytes: int
 

@@ -169,6 +169,7 @@ class ModelRunner:
         """Fresh device state; parameters and programs stay."""
         for transfer in self._transfers:
             transfer.reset()
+        self._state = None  # first: there may be no room for two
         self._state = new_state(self._shapes)
         self._length = None
 

@@ -116,21 +116,20 @@ def test_cleared_slots_are_free_when_their_users_are_done() -> None:
     host.check()
 
 
-def test_shared_pool(tmp_path: pathlib.Path) -> None:
-    name = f"jaxengine-test-{tmp_path.name}-{time.monotonic_ns()}"
-    pool = PagePool(3, 100, name)
+def test_shared_pool() -> None:
+    pool = PagePool(3, 100, shared=True)
+    address = pool.address
     try:
-        other = PagePool.attach(name, 3, 100)
+        other = PagePool.attach(address, 3, 100)
         other.view(2)[:] = 9
         assert (pool.view(2) == 9).all() and not pool.view(1).any()
-        with pytest.raises(ValueError, match="belongs to a running process"):
-            PagePool(3, 100, name)
         with pytest.raises(ValueError, match="expected"):
-            PagePool.attach(name, 4, 100)
+            PagePool.attach(address, 4, 100)
     finally:
         pool.close()
-    with pytest.raises(FileNotFoundError):
-        PagePool.attach(name, 3, 100)
+    with pytest.raises(OSError):
+        PagePool.attach(address, 3, 100)
+    assert (other.view(2) == 9).all()
 
 
 def test_page_header_names_its_page() -> None:
