@@ -1,7 +1,8 @@
 """`jaxengine bench offload`: what the tiers can move, beside what the machine can move.
 
 Lookups, the fs tier against the same disk written and read plainly, and copies between the JAX
-device and host slots. Uses no model: the page is that of the settings.
+device and host slots; the page is that of the settings. With --model also what a conversation
+that returns gains (offload_model.py).
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--folder", default=None, help="on the disk to measure; default: temporary")
+    parser.add_argument("--model", default=None, help="measure a returning conversation with it")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions with --model")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     layout = KVLayout((0,) * args.layers, args.block_size, args.kv_heads, args.head_dim, args.dtype)
@@ -49,6 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     figures |= measure_device(layout, args.blocks)
+    if args.model is not None:
+        from jaxengine.bench.offload_model import measure
+
+        figures |= measure(args.model, args.rounds)
     if args.json:
         print(json.dumps(figures))
     else:
