@@ -162,7 +162,8 @@ def local_spec(
     if moe is not None:
         if expert_parallel:
             over = devices or tensor_size
-            slots = share(moe.num_experts + moe.redundant, "experts and their copies", over)
+            what = "experts and their copies" if moe.redundant else "experts"
+            slots = share(moe.num_experts + moe.redundant, what, over)
             moe = replace(moe, num_experts=slots)
         else:
             moe = replace(moe, ffn_size=share(moe.ffn_size, "FFN columns of an expert"))
