@@ -9,11 +9,7 @@ which sets the environment, or with that of `aot.worker_env`.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -263,47 +259,9 @@ def compile_case(case: Case) -> dict[str, Any]:
 
 
 def compile_all(cases: Sequence[Case], *, timeout: float = 600) -> Iterator[dict[str, Any]]:
-    """Compile cases in a process of their own; then yields each case with its figures or "error".
-
-    A case that aborts the compiler ends the process; it gets an error, and the rest another
-    process. Raises RuntimeError when nothing can be compiled here.
-    """
-    if reason := aot.missing():
-        raise RuntimeError(reason)
-    todo = list(cases)
-    while todo:
-        with aot.dump_folder() as folder:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "jaxengine.pallas_kernels.aot_cases"],
-                env=aot.worker_env(folder),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            try:
-                out, _ = process.communicate(json.dumps(todo), timeout=timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                out, _ = process.communicate()
-        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        for case, line in zip(todo, lines, strict=False):
-            yield {**case, **line}
-        todo = todo[len(lines) :]
-        if todo:
-            yield {**todo.pop(0), "error": "the compiler process ended or took too long"}
-
-
-def main() -> int:
-    for case in json.load(sys.stdin):
-        try:
-            line = compile_case(case)
-        except Exception as e:  # noqa: BLE001 - one case's error is its result
-            line = {"error": f"{type(e).__name__}: {str(e).splitlines()[0][:300]}"}
-        print(json.dumps(line), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # the plugin has no device to shut down
+    """Each case with its figures or "error", compiled in a process of its own: aot.in_processes."""
+    return aot.in_processes("jaxengine.pallas_kernels.aot_cases", cases, timeout=timeout)
 
 
 if __name__ == "__main__":
-    main()
+    aot.answer(compile_case)

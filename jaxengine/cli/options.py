@@ -141,7 +141,7 @@ def split_argv(argv: list[str]) -> tuple[list[str], str | None]:
 
 def _boolean_flags() -> set[str]:
     flags = set()
-    for part in (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ServerConfig):
+    for part in PARTS.values():
         for name, kind in get_type_hints(part).items():
             if kind is bool:
                 flags |= {flag(name), "--" + name}

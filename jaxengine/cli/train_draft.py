@@ -32,7 +32,7 @@ class TrainDraft:
     prompts: Path | None = None
     steps: int = 1500
     minutes: float = 15.0
-    tokens: int = 60_000
+    tokens: int = 40_000
     max_tokens: int = 128
     max_prompt: int = 128
     drafts: int = 4

@@ -414,6 +414,7 @@ class EngineCore:
         self._pause("abort")
         while self._inflight:  # nothing may use the memory that goes
             self._outputs += self._finish_oldest(time.perf_counter())
+        self._transfers.settle()
         self.scheduler.reset_prefix_cache()
         self.executor.sleep(level)
         self._sleep_level = level
@@ -486,4 +487,5 @@ def _event_publisher(config: EngineConfig) -> KVEventPublisher | None:
     from jaxengine.engine.kv_events import KVEventPublisher, parse_kv_events_config
 
     events = parse_kv_events_config(config.cache.kv_events_config)
-    return KVEventPublisher(events) if events.enable else None
+    rank = config.data_parallel.data_parallel_rank or 0
+    return KVEventPublisher(events, rank) if events.enable else None

@@ -56,6 +56,11 @@ class LLM:
         self, model: str = "demo", *, skip_tokenizer_init: bool = False, **settings: Any
     ) -> None:
         config = EngineConfig.of(model=model, **settings)
+        if config.data_parallel.data_parallel_size > 1 or config.fault.enable_fault_tolerance:
+            raise ValueError(
+                "data_parallel_size and enable_fault_tolerance are for AsyncLLM and serve; an LLM "
+                "is one engine in this process (attention_data_parallel_size uses several devices)"
+            )
         from jaxengine import platform
 
         platform.setup()  # before JAX is imported, which EngineCore's module does

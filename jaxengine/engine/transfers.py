@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,14 @@ class Transfers:
                 (name, "KV blocks could not be loaded") for name in offload.connector.take_failed()
             ]
         return failed
+
+    def settle(self, seconds: float = 30.0) -> None:
+        """Finish what is on its way, before the device's memory goes."""
+        deadline = time.monotonic() + seconds
+        while self.has_pending() and time.monotonic() < deadline:
+            self.dispatch([None] * len(self._offloads))
+            self.poll()
+            time.sleep(0.001)
 
     def has_pending(self) -> bool:
         """Something is still on its way; keep polling."""

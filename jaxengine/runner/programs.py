@@ -297,11 +297,9 @@ class Programs:
             )
             return slots, length, devices.fetched(rows)
 
-        drafted = Drafted(
-            jax.ShapeDtypeStruct((bucket.tokens, width), jnp.float32),
-            _ints(bucket.rows, bucket.drafts),
-            _ints(bucket.rows),
-        )
+        hidden = jax.ShapeDtypeStruct((bucket.tokens, width), jnp.float32)
+        shapes: Any = (hidden, _ints(bucket.rows, bucket.drafts), _ints(bucket.rows))
+        drafted = Drafted(*shapes)
         mask = _ints(bucket.tokens, -(-config.spec.vocab_size // 32))
         blob = _ints(rows_layout(bucket.rows).size)
         return devices.lower(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,7 +134,7 @@ def generate(
 def encode(llm: LLM, prompt: Prompt) -> list[int]:
     """A prompt's token ids; conversations go through the chat template."""
     if not isinstance(prompt, str) and isinstance(prompt[0], int):
-        return [int(token) for token in prompt]  # type: ignore[call-overload]
+        return [int(token) for token in prompt]
     try:
         tokenizer = llm.get_tokenizer()
     except RuntimeError as error:
@@ -224,7 +223,7 @@ def _program(
     )
     shapes = cache_shapes(spec, layout, rows * blocks, _BLOCK)
 
-    @functools.partial(jax.jit)
+    @jax.jit
     def run(params: Params, token_ids: Int[Array, "T"]) -> Collected:
         dtype = params["embed"].dtype
         kv = tuple(
@@ -238,7 +237,7 @@ def _program(
 
         # in parts: logits of all tokens at once would be the largest array by far
         best, log_sum = jax.lax.map(choose, hidden.reshape(-1, _BLOCK, hidden.shape[-1]))
-        limit = float(jnp.finfo(jnp.float16).max)
+        limit = 65504.0  # of float16
         states = jnp.clip(hidden, -limit, limit).astype(jnp.float16)
         return states, best.reshape(-1), log_sum.reshape(-1)
 
@@ -258,4 +257,4 @@ def choose_vocabulary(
         counts += np.bincount(corpus.tokens[begin + prompt : end], minlength=vocab_size)
     size = min(size, vocab_size) if size > 0 else vocab_size
     chosen = np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
-    return chosen, float(counts[chosen].sum() / max(1, counts.sum()))
+    return chosen, float(counts[chosen].sum()) / max(1.0, float(counts.sum()))

@@ -36,9 +36,15 @@ class Controller(Protocol):
 
     def choose(self, batch_size: int) -> int: ...
     def observe(
-        self, batch_size: int, k: int, seconds: float, drafts: int, accepted: Sequence[int]
+        self,
+        batch_size: int,
+        k: int,
+        seconds: float,
+        drafts: int,
+        accepted_by_position: Sequence[int],
     ) -> None:
-        """A step took so long; `accepted[i]` rows kept their draft i."""
+        """A step with `drafts` drafts in all took so long; `accepted_by_position[i]` rows kept
+        their first i + 1 drafts."""
         ...
 
 

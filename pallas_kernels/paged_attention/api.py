@@ -36,6 +36,8 @@ def unsupported(
         return f"the cache is {jnp.dtype(kv_dtype).name}, the queries {jnp.dtype(q_dtype).name}"
     if dim % 16 or dim > 256:
         return f"the head width {dim} is no multiple of 16 up to 256"
+    if fp8 and dim % 32:
+        return f"the head width {dim} is no multiple of 32, as an fp8 cache needs"
     if page not in (8, 16, 32, 64, 128):
         return f"the block size {page} is not 8, 16, 32, 64 or 128"
     if heads // kv_heads > 64:

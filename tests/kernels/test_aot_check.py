@@ -1,4 +1,4 @@
-"""The aot-check command: sizes from config.json, and its words."""
+"""The aot-check command's words and verdicts, over figures as the compiler would give them."""
 
 from __future__ import annotations
 
@@ -9,64 +9,64 @@ from typing import Any
 import pytest
 
 from jaxengine.cli import aot_check
-from jaxengine.pallas_kernels import aot_cases
+from jaxengine.runner import aot_step
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "../shared/realdata/configs"
+LLAMA = str(CONFIGS / "Llama-3.1-8B")
 
 
-@pytest.mark.parametrize(
-    ("model", "billions"),
-    [
-        ("Llama-3.1-8B", 8.03),
-        ("Qwen3-8B", 8.19),
-        ("Qwen3-30B-A3B", 30.5),
-        ("Mixtral-8x7B-v0.1", 46.7),
-        ("DeepSeek-V2-Lite", 15.7),
-        ("gpt-oss-20b", 20.9),
-    ],
-)
-def test_sizes_of_real_models(model: str, billions: float) -> None:
-    s = aot_check.sizes(aot_check.read_config(str(CONFIGS / model)))
-    assert s.parameters / 1e9 == pytest.approx(billions, rel=0.02)
-
-
-def test_bad_configs_are_named(tmp_path: pathlib.Path) -> None:
+def test_bad_configs_are_named(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         aot_check.read_config(str(tmp_path))
     file = tmp_path / "config.json"
     file.write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         aot_check.read_config(str(tmp_path))
-    with pytest.raises(ValueError, match="num_hidden_layers must be a positive integer"):
-        aot_check.sizes({})
+    file.write_text("[]")
+    assert aot_check.run_aot_check(str(tmp_path)) == 2
+    assert "is not an object" in capsys.readouterr().err
 
 
-def figures(case: dict[str, Any], spills: int = 0) -> dict[str, Any]:
+def figures(case: dict[str, Any], spills: int = 0, weights: int = 15 << 30) -> dict[str, Any]:
+    """Of a llama of 8B in blocks of 8 MiB."""
     kernel = {"registers": 128, "spill_bytes": spills, "shared": 1024}
-    return {**case, "kernels": [kernel], "temp": 1 << 30, "copies": 0}
+    more = {"kernels": [kernel], "temp": 1 << 30, "copies": 0, "weights": weights, "pairs": []}
+    return {**case, **more, "cache_bytes": aot_check.STEP_BLOCKS * (8 << 20), "layers": 32}
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, **more: int) -> None:
+    monkeypatch.setattr(
+        aot_step, "compile_steps", lambda cases: (figures(c, **more) for c in cases)
+    )
 
 
 def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(aot_cases, "compile_all", lambda cases: (figures(c) for c in cases))
-    model = str(CONFIGS / "Llama-3.1-8B")
-    assert aot_check.run_aot_check(model) == 0
+    compiled(monkeypatch)
+    assert aot_check.run_aot_check(LLAMA) == 0
     text = capsys.readouterr().out
-    assert "step of 256 tokens in 256 rows" in text and "KV blocks" in text
-    assert aot_check.run_aot_check(model, json_output=True) == 0
+    assert "decode step of 256 tokens" in text and "KV blocks" in text
+    assert aot_check.run_aot_check(LLAMA, json_output=True) == 0
     said = json.loads(capsys.readouterr().out)
     # 141 GiB * 0.92 less 15 GiB of weights and 1 GiB of temporaries, in blocks of 8 MiB.
     assert said["block_bytes"] == 8 << 20 and said["blocks"] == pytest.approx(14_541, abs=50)
+    assert len(said["cases"]) == len(aot_check.DECODE_ROWS) + 1
 
 
 def test_spills_and_lack_of_memory_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = str(CONFIGS / "Llama-3.1-8B")
-    monkeypatch.setattr(aot_cases, "compile_all", lambda cases: (figures(c, 8) for c in cases))
-    assert aot_check.run_aot_check(model) == 1
-    monkeypatch.setattr(aot_cases, "compile_all", lambda cases: (figures(c) for c in cases))
-    big = str(CONFIGS / "Llama-3.3-70B-Instruct")
-    assert aot_check.run_aot_check(big, "a100") == 1
+    compiled(monkeypatch, spills=8)
+    assert aot_check.run_aot_check(LLAMA) == 1
+    compiled(monkeypatch, weights=140 << 30)
+    assert aot_check.run_aot_check(LLAMA, "a100") == 1
     assert "does not fit" in capsys.readouterr().out
-    assert aot_check.run_aot_check(model, "v100") == 2
+    assert aot_check.run_aot_check(LLAMA, "v100") == 2
     assert "target must be one of" in capsys.readouterr().err
+
+
+def test_two_halves_are_compiled_where_asked_for() -> None:
+    mesh = aot_check.Mesh(tensor_parallel_size=2, enable_dbo=True)
+    config = aot_check.read_config(LLAMA)
+    found = aot_check.cases(config, "h200", 64, mesh)
+    assert [c["dbo"] for c in found] == [False, True] * 2
+    assert all(c["layers"] == aot_check.MESH_LAYERS for c in found)

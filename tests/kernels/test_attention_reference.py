@@ -179,6 +179,9 @@ def test_bad_shapes_are_named() -> None:
         api.paged_attention(q, kv, *args)
     with pytest.raises(ValueError, match="queries are float32"):
         api.paged_attention(jnp.zeros((1, 4, 64)), kv, *args, backend="mosaic")
+    with pytest.raises(ValueError, match="width 80 is no multiple of 32"):
+        narrow = jnp.zeros((2, 2, 2, 16, 80), jnp.float8_e4m3fn)
+        api.paged_attention(jnp.zeros((1, 4, 80), jnp.bfloat16), narrow, *args, backend="mosaic")
     with pytest.raises(ValueError, match="not an NVIDIA GPU"):
         b16 = jnp.bfloat16
         api.paged_attention(jnp.zeros((1, 4, 64), b16), kv.astype(b16), *args, backend="mosaic")
