@@ -45,12 +45,14 @@ def kernel_work(
     *,
     heads: int,
     cache: LayerCache,
+    extras: bool = False,
 ) -> AttentionPlan:
-    """The plan with the kernels' work lists, one a KV group, to be shared by its layers."""
+    """The plan with the kernels' work lists, one a KV group, to be shared by its layers. `extras`:
+    scores are capped or have sinks."""
     if layout.cache != "head_major":
         return plan
     tokens, rows, kv_heads = plan.positions.shape[0], plan.seq_len.shape[0], cache[0].shape[2]
-    config = api.choose_config(tokens, rows, heads, cache[0])
+    config = api.choose_config(tokens, rows, heads, cache[0], extras=extras)
     work = tuple(
         api.make_plan(
             plan.q_start,
@@ -105,8 +107,12 @@ def write_and_attend(
         out = _token_major(q * scale, keys, values, plan, table, turn, how)
         return out, (keys, values)
     kv = write_kv(cache[0], k, v, slots, backend="xla")  # a donated scatter: nothing to fuse
+    config = api.choose_config(
+        tokens, plan.seq_len.shape[0], q.shape[1], cache[0],
+        extras=bool(soft_cap) or sinks is not None,
+    )  # fmt: skip
     out = api.paged_attention(
-        q.astype(kv.dtype),
+        q.astype(kv.dtype if kv.dtype.itemsize > 1 else jnp.bfloat16),
         kv,
         table,
         plan.q_start,
@@ -116,7 +122,7 @@ def write_and_attend(
         soft_cap=soft_cap,
         sinks=sinks,
         plan=plan.work[group],
-        config=api.choose_config(tokens, plan.seq_len.shape[0], q.shape[1], cache[0]),
+        config=config,
         backend=layout.attention_backend,
     )
     return out.astype(jnp.float32), (kv,)

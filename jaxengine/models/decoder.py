@@ -166,7 +166,8 @@ def _with_work(spec: DecoderSpec, layout: StepLayout, plan: AttentionPlan, kv: K
     """The plan with the kernels' work lists."""
     if spec.mla is not None:
         return latent_work(plan, layout, spec)
-    return kernel_work(plan, layout, spec.groups, heads=spec.num_heads, cache=kv[0])
+    extras = bool(spec.soft_cap) or spec.sinks
+    return kernel_work(plan, layout, spec.groups, heads=spec.num_heads, cache=kv[0], extras=extras)
 
 
 def _kind(spec: DecoderSpec, layer: int, layout: StepLayout) -> LayerKind:

@@ -63,7 +63,8 @@ class SuffixProposer:
             return NOTHING
         room = min(k, self._depth - self._min_match)
         best = self._follow(trie, *trie.longest(room), k)
-        if self._new.text or self._old.text:
+        certain = best.score > k - 1e-9  # cannot be better
+        if not certain and (self._new.text or self._old.text):
             recent = trie.text[-self._depth :]
             for shared in (self._new, self._old):
                 other = self._follow(shared, *shared.find(recent, room), k)

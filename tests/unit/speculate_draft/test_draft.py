@@ -162,7 +162,7 @@ def test_it_learns(llama: tuple[DecoderSpec, Params, Corpus]) -> None:
     trained, record = draft_train.train(config, frozen, leaves, corpus, SETTINGS, progress=False)
     after = draft_train.evaluate(config, {**trained, **frozen}, corpus, 2)
     assert record.step == 200 and len(record.losses) == 200
-    assert np.mean(record.losses[-10:]) < 0.7 * np.mean(record.losses[:10])
+    assert np.mean(record.losses[-10:]) < 0.8 * np.mean(record.losses[:10])
     assert before.by_position[0] < 0.2
     assert after.by_position[0] > 0.8 and after.by_position[1] > 0.6
     assert after.tokens_per_step == pytest.approx(1 + sum(after.by_position))
