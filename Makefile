@@ -24,18 +24,18 @@ serve: $(VENV)/.demo-stamp
 	$(BIN)/jaxengine serve $(ARGS)
 
 test: $(VENV)/.dev-stamp
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-full: $(VENV)/.dev-stamp
-	$(BIN)/python -m pytest -q -m "not aot" $(ARGS)
+	$(PYTEST) -m "not aot" $(ARGS)
 
 test-aot: $(VENV)/.dev-stamp
 	sh scripts/install_aot.sh $(VENV)
-	$(BIN)/python -m pytest -q -m "aot and not slow" tests/kernels $(ARGS)
+	$(PYTEST) -m "aot and not slow" tests/kernels $(ARGS)
 
 test-aot-full: $(VENV)/.dev-stamp
 	sh scripts/install_aot.sh $(VENV)
-	$(BIN)/python -m pytest -q -s -m aot tests/kernels $(ARGS)
+	$(PYTEST) -s -m aot tests/kernels $(ARGS)
 
 lint: $(VENV)/.dev-stamp
 	$(BIN)/ruff check .

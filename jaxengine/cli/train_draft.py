@@ -123,7 +123,7 @@ def run_train_draft(options: TrainDraft) -> int:
     report = {
         "steps": record.step,
         "train_tokens": len(train_set.tokens),
-        "seconds_of_text": round(texted - began, 1),
+        "seconds_before_training": round(texted - began, 1),
         "seconds_of_training": round(record.seconds, 1),
         "last_loss": round(float(np.mean(record.losses[-50:])), 4) if record.losses else None,
         "acceptance_by_position": [round(x, 4) for x in result.by_position],

@@ -86,9 +86,7 @@ class EngineCore:
         if speculation is not None:
             planner = replace(built.planner, max_drafts=speculation.num_speculative_tokens)
             self.built = built = replace(built, planner=planner)
-            executor = built.executor
-            assert isinstance(executor, Verifier)
-            self._speculator = Speculator(speculation, planner, executor, config.runner.warmup)
+            self._speculator = self._make_speculator(speculation)
         shards = range(built.num_shards)
         self._packers = [
             Packer(
@@ -127,6 +125,26 @@ class EngineCore:
         self.scheduler: Scheduler | ShardedScheduler = (
             self._shards[0] if len(self._shards) == 1 else ShardedScheduler(self._shards)
         )
+
+    def _make_speculator(self, speculation: SpeculativeConfig) -> Speculator:
+        assert isinstance(self.executor, Verifier)
+        return Speculator(speculation, self.built.planner, self.executor, self.config.runner.warmup)
+
+    def use_speculation(self, setting: str | dict[str, Any] | None) -> None:
+        """Speculate otherwise from now on (None: not at all), within the K that the engine was
+        started for. For benches and tests, between requests. Raises ValueError."""
+        if self.has_work():
+            raise ValueError("use_speculation is for an engine without requests")
+        speculation = None if setting is None else parse_speculative_config(setting)
+        most = 0 if speculation is None else speculation.num_speculative_tokens
+        if most > self.built.planner.max_drafts:
+            raise ValueError(
+                f"speculative_config asks for {most} drafts, but the engine was started for "
+                f"{self.built.planner.max_drafts}"
+            )
+        self._speculator = None
+        if speculation is not None and most:
+            self._speculator = self._make_speculator(speculation)
 
     # -- requests ---------------------------------------------------------------------------
 

@@ -103,4 +103,3 @@ class Transfers:
     def close(self) -> None:
         for offload in self._offloads:
             offload.close()
-

@@ -8,15 +8,16 @@ part.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec, Params
+
+if TYPE_CHECKING:  # the loader needs no JAX
+    import jax
+    from jax.sharding import PartitionSpec
 
 
 class Leaf(NamedTuple):
@@ -157,6 +158,9 @@ def param_shapes(spec: DecoderSpec, dtype: Any, tensor_size: int = 1) -> Params:
     `tensor_size` > 1: as `arrange` lays them out, with replicated kv heads counted.
     """
 
+    import jax
+    import jax.numpy as jnp
+
     def struct(leaf: Leaf) -> jax.ShapeDtypeStruct:
         kind = jnp.int32 if leaf.table else jnp.float32 if leaf.wide else dtype
         return jax.ShapeDtypeStruct(arranged_shape(leaf, tensor_size), kind)
@@ -170,6 +174,8 @@ def param_specs(spec: DecoderSpec, layout: StepLayout) -> Params:
     Under expert parallelism the experts' first axis is divided over data and tensor axes
     together (in this order), otherwise their columns over the tensor axis.
     """
+    from jax.sharding import PartitionSpec
+
     axes = tuple(a for a in (layout.data_axis, layout.tensor_axis) if a)
 
     def split(leaf: Leaf) -> PartitionSpec:

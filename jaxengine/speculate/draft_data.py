@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 64  # tokens of a KV block of the collecting pass
 _BATCH_TOKENS = 1024
-_WAVE = 64  # prompts generated between two looks at the clock
+_WAVE = 64  # prompts at most between two looks at the clock
 TEMPERATURE = 0.8  # of every second training text; the others are greedy
 
 
@@ -101,14 +101,14 @@ def generate(
     """
     texts: list[Text] = []
     ids = [encode(llm, prompt)[-max_prompt:] for prompt in prompts]
-    done = wave = 0
+    done = first = 0
     with tqdm(total=num_tokens, desc="Generating", unit="tok", disable=not progress) as bar:
         while done < num_tokens and (not texts or time.monotonic() < deadline):
-            first = wave * _WAVE
             if greedy_only and first >= len(ids):
                 break
-            chosen = range(first, min(first + _WAVE, len(ids)) if greedy_only else first + _WAVE)
-            wave += 1
+            wanted = first + min(_WAVE, -(-(num_tokens - done) // max_tokens))
+            chosen = range(first, min(wanted, len(ids)) if greedy_only else wanted)
+            first = wanted
             params = [
                 SamplingParams(
                     temperature=0.0 if greedy_only or (i < len(ids) and i % 2) else TEMPERATURE,

@@ -72,6 +72,8 @@ def test_bad_settings(tmp_path: pathlib.Path, settings: dict, message: str) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # compiles an engine
+@pytest.mark.timeout(900)
 def test_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of it on a tiny model without tokenizer; a second call trains on."""
     rng = np.random.default_rng(0)
@@ -79,7 +81,7 @@ def test_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> 
     rows = [{"prompt_token_ids": rng.integers(3, 320, 5).tolist()} for _ in range(20)]
     prompts.write_text("\n".join(map(json.dumps, rows)))
     out = tmp_path / "draft"
-    how = {"prompts": prompts, "minutes": 5.0, "tokens": 300, "max_tokens": 20, "max_prompt": 8}
+    how = {"prompts": prompts, "minutes": 9.0, "tokens": 300, "max_tokens": 20, "max_prompt": 8}
     how |= {"batch_size": 32, "draft_vocab_size": 100, "drafts": 2, "progress": False}
     assert run_train_draft(TrainDraft(str(LLAMA), out, steps=8, **how)) == 0
     printed = capsys.readouterr().out

@@ -1,0 +1,188 @@
+"""`jaxengine bench spec`: tokens/s and acceptance of every method and K on a set of prompts.
+
+One engine; speculation is swapped between runs. The built-in prompts ask for a given text again,
+so that the output copies; --prompts takes a file with one prompt a line, --random random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine import platform
+from jaxengine.config import EngineConfig
+from jaxengine.engine.core import EngineCore
+from jaxengine.engine.messages import EngineRequest
+from jaxengine.sampling_params import SamplingParams
+
+_PASSAGE = (
+    "The harbour office opens at seven. Ships that arrive before that hour wait outside the "
+    "breakwater, where the pilot boat can reach them. Every captain hands in three papers: the "
+    "cargo list, the crew list and the health report. The office keeps one copy of each for ten "
+    "years. A ship that leaves without its stamped papers pays a fine at the next harbour. "
+)
+_TASKS = (
+    "Write the following text again, without any change:\n\n",
+    "Copy this text word for word:\n\n",
+    "Repeat the text below, and replace seven by eight:\n\n",
+    "Print the next text twice:\n\n",
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run the bench; prints a table and, with --output-json, writes the figures."""
+    args = _parser().parse_args(argv)
+    platform.setup()
+    settings = {
+        "method": args.methods[0],
+        "num_speculative_tokens": max(args.drafts),
+        "adaptive": True,  # so that the programs of every K are compiled
+        "prompt_lookup_min": args.lookup_min,
+        "prompt_lookup_max": args.lookup_max,
+    }
+    core = EngineCore(
+        EngineConfig.of(
+            model=args.model,
+            max_num_seqs=max(args.num_requests),
+            max_model_len=args.max_model_len,
+            async_scheduling=not args.no_async_scheduling,
+            speculative_config=settings,
+            warmup="full",
+        )
+    )
+    rows = []
+    try:
+        for count in args.num_requests:
+            prompts = _prompts(args, core, count)
+            variants: list[tuple[str, int]] = [("none", 0)]
+            variants += [(method, k) for method in args.methods for k in args.drafts if k]
+            if args.adaptive:
+                variants += [(f"{method} adaptive", max(args.drafts)) for method in args.methods]
+            base: list[list[int]] = []
+            for name, k in variants:
+                _use(core, name, k, settings)
+                runs = [run(core, prompts, args.output_len) for _ in range(args.repeat)]
+                figures, ids = max(runs, key=lambda one: one[0]["tokens_per_s"])
+                base = base or ids
+                same = ids == base
+                rows.append({"requests": count, "method": name, "k": k, "same_ids": same} | figures)
+                _print(rows)
+    finally:
+        core.shutdown()
+    if args.output_json:
+        Path(args.output_json).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxengine bench spec", description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[3, 5], help="values of K")
+    parser.add_argument("--adaptive", action="store_true", help="measure an adaptive K too")
+    parser.add_argument("--num-requests", type=int, nargs="+", default=[1])
+    parser.add_argument("--output-len", type=int, default=96)
+    parser.add_argument("--lookup-min", type=int, default=2)
+    parser.add_argument("--lookup-max", type=int, default=4)
+    parser.add_argument("--prompts", default=None, help="file with one prompt a line")
+    parser.add_argument("--random", action="store_true", help="prompts of random tokens")
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--repeat", type=int, default=2, help="runs of each; the best counts")
+    parser.add_argument("--no-async-scheduling", action="store_true")
+    parser.add_argument("--output-json", default=None)
+    return parser
+
+
+def _prompts(args: argparse.Namespace, core: EngineCore, count: int) -> list[list[int]]:
+    if args.random:
+        rng = np.random.default_rng(0)
+        vocab = core.built.spec.vocab_size
+        return [rng.integers(3, vocab, 128).tolist() for _ in range(count)]
+    from jaxengine.frontend.tokenizer import load_tokenizer
+    from jaxengine.weights.resolve import resolve_model
+
+    files = resolve_model(args.model)
+    tokenizer = load_tokenizer(files, None)
+    if args.prompts:
+        lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
+        texts = [line for line in lines if line.strip()]
+        if not texts:
+            raise ValueError(f"{args.prompts} has no prompt in it")
+    else:
+        begun = _PASSAGE[: _PASSAGE.index(" opens")]
+        texts = [f"{task}{_PASSAGE}\n\nHere it is:\n\n{begun}" for task in _TASKS]
+    return [tokenizer.encode(texts[i % len(texts)]) for i in range(count)]
+
+
+def _use(core: EngineCore, name: str, k: int, settings: dict[str, Any]) -> None:
+    """Speculate so from now on. The engine is idle; its programs are compiled."""
+    method, _, adaptive = name.partition(" ")
+    if method == "none":
+        core.use_speculation(None)
+    else:
+        chosen = {"method": method, "num_speculative_tokens": k, "adaptive": bool(adaptive)}
+        core.use_speculation(settings | chosen)
+
+
+def run(
+    core: EngineCore, prompts: list[list[int]], output_len: int
+) -> tuple[dict[str, float], list[list[int]]]:
+    """One batch, greedy, from an empty engine: figures and ids. The time is that of decoding,
+    from the first token of the last request on."""
+    core.scheduler.reset_prefix_cache()
+    before = dict(core.stats().extra)
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        core.add_request(
+            EngineRequest(
+                request_id=f"{i}", prompt_token_ids=prompt, params=params, arrival_time=0.0
+            )
+        )
+    ids: dict[str, list[int]] = {f"{i}": [] for i in range(len(prompts))}
+    started, at_start, steps = 0.0, 0, 0
+    while core.has_work():
+        for output in core.step():
+            if output.error:
+                raise RuntimeError(output.error)
+            ids[output.request_id] += output.new_token_ids
+        if not started and all(ids.values()):
+            started = time.perf_counter()
+            at_start, steps = sum(map(len, ids.values())), core.stats().num_steps
+    seconds = time.perf_counter() - started
+    tokens = sum(map(len, ids.values())) - at_start
+    after = core.stats().extra
+
+    def grew(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    drafted, accepted = grew("spec_num_draft_tokens"), grew("spec_num_accepted_tokens")
+    num_steps = core.stats().num_steps - steps
+    return {
+        "tokens_per_s": tokens / seconds,
+        "ms_per_step": 1e3 * seconds / max(1, num_steps),
+        "acceptance": accepted / drafted if drafted else 0.0,
+        "mean_length": 1 + accepted / grew("spec_num_drafts") if drafted else 1.0,
+        "draft_ms": 1e3 * grew("spec_draft_seconds") / max(1, num_steps),
+    }, list(ids.values())
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    if len(rows) == 1:
+        print(
+            f"{'requests':>8}  {'method':<16}{'K':>3}{'tokens/s':>10}{'speed':>7}{'ms/step':>9}"
+            f"{'accepted':>10}{'length':>8}{'draft ms':>10}  ids"
+        )
+    row = rows[-1]
+    base = next(r for r in rows if r["requests"] == row["requests"])["tokens_per_s"]
+    print(
+        f"{row['requests']:>8}  {row['method']:<16}{row['k']:>3}{row['tokens_per_s']:>10.1f}"
+        f"{row['tokens_per_s'] / base:>7.2f}{row['ms_per_step']:>9.2f}"
+        f"{row['acceptance']:>10.1%}{row['mean_length']:>8.2f}{row['draft_ms']:>10.3f}"
+        f"  {'equal' if row['same_ids'] else 'DIFFER'}",
+        flush=True,
+    )

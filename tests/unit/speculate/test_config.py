@@ -1,0 +1,92 @@
+"""`--speculative-config` and the schedule made of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.core import EngineCore
+from jaxengine.speculate.config import parse_speculative_config
+from jaxengine.speculate.schedule import choices, compile_schedule, reachable_shapes, width_of
+
+TABLE = "num_speculative_tokens_per_batch_size"
+
+
+def table(*ranges: list[Any], **more: Any) -> dict[str, Any]:
+    return {"method": "ngram", TABLE: list(ranges), **more}
+
+
+def test_the_example_compiles_to_a_dense_list() -> None:
+    text = f'{{"method": "ngram", "{TABLE}": [[17, 64, 3], [1, 16, 5], [65, 256, 1]]}}'
+    config = parse_speculative_config(text)
+    assert config.num_speculative_tokens == 5
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (5, 5)
+    dense = compile_schedule(config, 300)
+    assert [dense[n] for n in (1, 16, 17, 64, 65, 256, 300)] == [5, 5, 3, 3, 1, 1, 1]
+    assert compile_schedule(config, 20) == dense[:21]
+    static = parse_speculative_config({"method": "ngram", "num_speculative_tokens": 3})
+    assert compile_schedule(static, 4) == [0, 3, 3, 3, 3]
+
+
+def test_the_lookup_costs_under_a_microsecond() -> None:
+    dense = compile_schedule(parse_speculative_config(table([1, 9, 5], [10, 256, 2])), 256)
+    began = time.perf_counter()
+    total = sum(dense[n] for n in range(1, 257) for _ in range(100))
+    assert total == 100 * (9 * 5 + 247 * 2)
+    assert (time.perf_counter() - began) / 25_600 < 1e-6
+
+
+BAD = {
+    "overlap": (table([1, 4, 3], [4, 9, 1]), "overlap at batch size 4"),
+    "gap": (table([1, 4, 3], [6, 9, 1]), "sizes 5 to 5 are in no range"),
+    "inverted": (table([4, 1, 3]), "4 to 1 is inverted"),
+    "start": (table([2, 4, 3]), "start at batch size 1"),
+    "negative": (table([1, 4, -1]), "at least 0, got -1"),
+    "fraction": (table([1, 4, 1.5]), "got 1.5"),
+    "form": (table([1, 4]), r"\[1, 4\] is not of the form"),
+    "empty": (table(), "not empty"),
+    "above": (table([1, 4, 3], num_speculative_tokens=2), "asks for 3 drafts"),
+    "field": (table([1, 4, 3], lookup=2), "no field 'lookup'"),
+    "method": ({"method": "magic", "num_speculative_tokens": 2}, "method must be one of"),
+    "nothing": ({"method": "ngram"}, "needs num_speculative_tokens"),
+    "many": ({"method": "ngram", "num_speculative_tokens": 129}, "more than the 128"),
+    "lookup": (table([1, 1, 1], prompt_lookup_min=3, prompt_lookup_max=2), "min 3 is more"),
+    "zero": (table([1, 1, 1], prompt_lookup_min=0), "prompt_lookup_min .* at least 1"),
+    "adaptive": (table([1, 1, 1], adaptive="yes"), "adaptive must be true or false"),
+    "text": ("{", "is not JSON"),
+    "list": ("[1]", "must be a JSON object"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_named(case: str) -> None:
+    setting, message = BAD[case]
+    with pytest.raises(ValueError, match=message) as error:
+        parse_speculative_config(setting)
+    assert str(error.value).startswith("speculative_config") and "\n" not in str(error.value)
+
+
+def test_one_lookup_length_is_both() -> None:
+    for name in ("prompt_lookup_min", "prompt_lookup_max"):
+        config = parse_speculative_config(table([1, 1, 1], **{name: 3}))
+        assert (config.prompt_lookup_min, config.prompt_lookup_max) == (3, 3)
+
+
+def test_few_programs() -> None:
+    assert [width_of(k) for k in (1, 2, 3, 4, 5, 6, 7, 9)] == [1, 2, 3, 5, 5, 7, 7, 9]
+    assert choices(4) == (0, 1, 2, 3, 4) and choices(0) == (0,)
+    dense = compile_schedule(parse_speculative_config(table([1, 2, 5], [3, 4, 0], [5, 8, 1])), 8)
+    shapes = reachable_shapes(dense, (1, 2, 4, 8), adaptive=False)
+    assert shapes[0] == (1, 5) and set(shapes) == {(1, 5), (2, 5), (8, 1)}
+    assert {(1, 1), (1, 2), (1, 3), (1, 5)} <= set(reachable_shapes(dense, (1, 2, 4, 8), True))
+
+
+def test_settings_that_cannot_work_together_are_refused_before_anything_is_loaded() -> None:
+    spec = {"method": "ngram", "num_speculative_tokens": 2}
+    for clash in ({"pipeline_parallel_size": 2}, {"enable_fault_tolerance": True}):
+        config = EngineConfig.of(model="nowhere", speculative_config=spec, **clash)
+        with pytest.raises(ValueError, match=f"does not work with {next(iter(clash))}"):
+            EngineCore(config)
