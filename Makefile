@@ -13,6 +13,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.14; do \
 # JAX for the GPU's driver, where there is one: cuda12 or cuda13.
 EXTRA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/cuda\1/p')
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+# Two workers; a file stays on one of them, so that its engines are built once.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .PHONY: demo serve test test-full test-aot test-aot-full lint clean
 .DELETE_ON_ERROR:

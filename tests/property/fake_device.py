@@ -89,7 +89,7 @@ class FakeDevice:
         slot, start, n = int(plan.slots[row]), int(plan.start[row]), int(plan.num_new[row])
         drafts = int(plan.num_drafts[row])
         if row < plan.num_decode:
-            assert n == 1
+            assert n == 1 + drafts
         if row < plan.num_decode or drafts:
             assert self.last_token[slot] >= 0, "a decode row without a last token"
             assert self.computed[slot] <= start

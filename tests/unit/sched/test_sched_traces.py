@@ -88,7 +88,7 @@ def test_a2_async_with_drafts() -> None:
     scheduler.set_drafts(r, [-1, -1, -1])
     plan = planned(scheduler)
     assert plan.num_new.tolist() == [3] and plan.num_drafts.tolist() == [2]
-    assert plan.num_decode == 0  # feeds more than the last token
+    assert plan.num_decode == 1  # the last token and drafts behind it
     assert counters(r) == (8, 3, 3, 6)
     answer(scheduler, plan, [21, 22])  # one of two accepted
     assert counters(r) == (7, 0, 0, 8)
