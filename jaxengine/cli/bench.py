@@ -10,6 +10,7 @@ BENCHES = {
     "latency": "seconds of one batch from start to end",
     "perplexity": "likelihood of texts by type and quantisation",
     "sched": "microseconds of the scheduler a request and step, without a device",
+    "spec": "tokens/s and acceptance of speculative decoding, by method and K",
     "offload": "lookups, disk and device copies of the KV tiers, beside the bare machine",
     "serve": "load on a running server: TTFT, ITL, tokens/s (--stub starts one with canned tokens)",
 }
