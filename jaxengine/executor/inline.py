@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
 from jaxengine.executor.base import Batch
+from jaxengine.executor.choice import ShapeChooser
 from jaxengine.executor.nodes import LeadingRunner
 from jaxengine.parallel import expert_load
-from jaxengine.runner.buckets import Overlap, choose
+from jaxengine.runner.buckets import Overlap
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
@@ -37,56 +37,21 @@ class InlineExecutor:
         overlap: Overlap | None = None,
     ) -> None:
         self._runner = runner
-        self._row_sizes = row_sizes
-        self._overlap = overlap
-        # Steps run as two microbatches, and why others were not.
-        self._overlapped = dict.fromkeys(("steps", "below_threshold", "not_compiled"), 0)
+        programs = runner.programs
+        self._chooser = ShapeChooser(
+            runner.buckets,
+            row_sizes,
+            overlap,
+            ready=lambda key: programs.ready(Key(*key)),  # type: ignore[arg-type]
+            start=lambda key: programs.start([Key(*key)]),  # type: ignore[arg-type]
+        )
         self._verify_buckets: list[Bucket] = []
         self._lazy = False
 
     def choose(
         self, num_tokens: int, num_rows: int, decode_only: bool, fewest_tokens: int
     ) -> tuple[Bucket, int]:
-        """A larger shape that is compiled beats waiting; the right one compiles meanwhile."""
-        buckets = self._runner.buckets
-        best = choose(buckets, num_tokens, num_rows, decode_only)
-        if best is None:
-            raise ValueError(f"no bucket holds {num_tokens} tokens in {num_rows} rows")
-        if self._overlap is not None:
-            halves = self._in_halves(best, fewest_tokens)
-            if halves is not None:
-                return halves, self._sampler_rows(halves, num_rows)
-        if not self._ready("forward", best):
-            compiled = [b for b in buckets if self._ready("forward", b)]
-            larger = choose(compiled, num_tokens, num_rows, decode_only)
-            if larger is not None:
-                self._runner.programs.start([Key("forward", best)])
-                best = larger
-        return best, self._sampler_rows(best, num_rows)
-
-    def _in_halves(self, bucket: Bucket, fewest_tokens: int) -> Bucket | None:
-        """The program of two microbatches, when every shard has tokens enough for it."""
-        assert self._overlap is not None
-        halves = replace(bucket, dbo=True)
-        if not self._overlap.wants(fewest_tokens, bucket.decode_only):
-            why = "below_threshold"
-        elif not self._ready("forward", halves) and self._ready("forward", bucket):
-            self._runner.programs.start([Key("forward", halves)])
-            why = "not_compiled"
-        else:
-            self._overlapped["steps"] += 1
-            return halves
-        self._overlapped[why] += 1
-        return None
-
-    def _sampler_rows(self, best: Bucket, num_rows: int) -> int:
-        if best.decode_only:
-            return best.rows
-        sizes = [n for n in self._row_sizes if n >= num_rows]
-        ready = [n for n in sizes if self._ready("sample", n)]
-        if ready and ready[0] != sizes[0]:
-            self._runner.programs.start([Key("sample", sizes[0])])
-        return (ready or sizes)[0]
+        return self._chooser.choose(num_tokens, num_rows, decode_only, fewest_tokens)
 
     def open_speculation(
         self, shapes: Sequence[tuple[int, int]], lookup: tuple[int, int], warmup: str
@@ -151,13 +116,7 @@ class InlineExecutor:
             "num_compilations": programs.num_compiled,
             "compilations_after_warmup": programs.compiled_after_warmup,
             "warm": float(programs.warm),
-        } | ({} if self._overlap is None else self._dbo_stats())
-
-    def _dbo_stats(self) -> dict[str, float]:
-        return {
-            ("dbo_steps" if name == "steps" else f"dbo_off_{name}"): float(count)
-            for name, count in self._overlapped.items()
-        }
+        } | self._chooser.figures()
 
     def wait_warm(self) -> None:
         self._runner.programs.wait()

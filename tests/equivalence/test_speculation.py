@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import tokenizers
 from engine_runs import (
@@ -266,6 +267,7 @@ def test_grammars_hold(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     free = [request(f"{i}", [7, 8, 9] * 6, max_tokens=25) for i in range(3)]
     asked = [request(f"json{i}", prompt, max_tokens=80, temperature=i * 0.5, seed=i)
              for i in range(6)]  # fmt: skip
+    asked = [msgspec.structs.replace(wire, eos_token_ids=[eos]) for wire in asked]
     accepted = spec_figures(core)["num_accepted_tokens"]
     with depth(core, steps):
         got = in_turns(core, [*asked[:4], *free, *asked[4:]], every=9)
