@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Int
 
 from jaxengine.offload.host_pool import PagePool
@@ -49,14 +49,25 @@ class DeviceTransfer:
     on it.
     """
 
-    def __init__(self, layout: KVLayout, pool: PagePool, sizes: tuple[int, ...] = SIZES) -> None:
-        """Raises ValueError when the pool's slots are smaller than a page."""
+    def __init__(
+        self,
+        layout: KVLayout,
+        pool: PagePool,
+        sizes: tuple[int, ...] = SIZES,
+        staging: str | None = None,
+    ) -> None:
+        """`staging`: memory kind of what a store gathers into; default: pinned_host on a GPU (the
+        gather itself brings pages to page-locked host memory), else the device's own.
+
+        Raises ValueError when the pool's slots are smaller than a page.
+        """
         if pool.page_bytes < layout.slot_bytes:
             raise ValueError(
                 f"host pool slots have {pool.page_bytes} bytes, a page needs {layout.slot_bytes}"
             )
         self.layout = layout
         self.pool = pool
+        self._staging = staging
         self.sizes = tuple(sorted(sizes))
         self._programs: dict[tuple[str, int, int], Any] = {}
         self._warm = False
@@ -208,7 +219,8 @@ class DeviceTransfer:
         ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=whole)
         if kind == "store":
             gather: Callable[..., Any] = functools.partial(gather_pages, self.layout)
-            return jax.jit(gather, out_shardings=whole).lower(layers, ids).compile()
+            out = _staging_sharding(whole, self._staging)
+            return jax.jit(gather, out_shardings=out).lower(layers, ids).compile()
         shape = (size, *self.layout.page_shape(group))
         staging = jax.ShapeDtypeStruct(shape, _BITS[self.layout.item_bytes], sharding=whole)
         scatter: Callable[..., Any] = functools.partial(scatter_pages, self.layout)
@@ -298,6 +310,15 @@ def _from_bits(bits: Array, dtype: Any) -> Array:
 
 def _shape(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _staging_sharding(whole: Any, memory: str | None) -> Any:
+    """Where stores gather to; `whole` is None for the default device."""
+    device = jax.devices()[0] if whole is None else next(iter(whole.device_set))
+    memory = memory or ("pinned_host" if device.platform in ("gpu", "cuda") else None)
+    if memory is None:
+        return whole
+    return (SingleDeviceSharding(device) if whole is None else whole).with_memory_kind(memory)
 
 
 def _replicated(array: Any) -> Any:

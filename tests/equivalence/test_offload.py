@@ -20,13 +20,21 @@ def conversation(rng: random.Random, turns: int) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3", "deepseek-v3"])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_same_ids(model: str, steps: int) -> None:
+DRAFTS = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}
+CASES = [
+    ("llama", 1, {}),
+    ("llama", 2, DRAFTS),
+    ("gemma3", 2, {}),
+    ("deepseek-v3", 2, {}),
+]
+
+
+@pytest.mark.parametrize(("model", "steps", "more"), CASES)
+def test_same_ids(model: str, steps: int, more: dict[str, Any]) -> None:
     rng = random.Random(f"{model}{steps}")
     talks = [conversation(rng, 3) for _ in range(5)]
     size: dict[str, Any] = {"model": model, "max_model_len": 96, "warmup": "lazy"}
-    core = engine(**size, **TINY, **HOST)
+    core = engine(**size, **TINY, **HOST, **more)
     with depth(core, steps):
         seen = {}
         for turn in range(3):
