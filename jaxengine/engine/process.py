@@ -24,7 +24,13 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 from jaxengine.engine.fault.inject import for_rank
 from jaxengine.engine.fault.outbox import Outbox
-from jaxengine.engine.fault.sentinel import CHECK, RecoverableCore, Sentinel, refuse_order
+from jaxengine.engine.fault.sentinel import (
+    CHECK,
+    GroupCore,
+    RecoverableCore,
+    Sentinel,
+    refuse_order,
+)
 from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.engine.messages import (
     INVALID_REQUEST,
@@ -81,6 +87,8 @@ def run_engine(launch: EngineLaunch) -> None:
 
     def on_terminate(*_: object) -> None:
         stopping.set()
+        if isinstance(core, GroupCore):
+            core.stop_waiting()
         inbox.put((wire.SHUTDOWN, None))
 
     setup_child_logging(launch.config, f"engine{launch.index}")
@@ -102,6 +110,11 @@ def run_engine(launch: EngineLaunch) -> None:
             settings = fault_settings(launch.config.fault)
             sentinel = Sentinel(core, settings, outbox, inbox, stopping, launch.index)
         deliver = sentinel.take if sentinel else _plain_delivery(inbox, outbox, launch.index)
+        if isinstance(core, GroupCore) and core.group_port is not None:
+            core.bind_waves(functools.partial(outbox.send, wire.WAVE))
+            deliver = _stopping_at_once(deliver, core)
+            if sentinel is None and isinstance(core, RecoverableCore):
+                core.watch_worker(lambda: inbox.put((CHECK, None)))
         reader = threading.Thread(
             target=_read_input, args=(context, launch, deliver, stopping), daemon=True
         )
@@ -168,6 +181,19 @@ def _plain_delivery(
     return deliver
 
 
+def _stopping_at_once(
+    deliver: Callable[[bytes, Any], None], core: GroupCore
+) -> Callable[[bytes, Any], None]:
+    """The same, when the loop may be waiting for other ranks."""
+
+    def at_once(kind: bytes, body: Any) -> None:
+        deliver(kind, body)
+        if kind in (wire.SHUTDOWN, wire.FAILED):
+            core.stop_waiting()
+
+    return at_once
+
+
 def _failure(error: Exception) -> wire.EngineFailure:
     text = " ".join(str(error).split()) or "no message"
     user_error = isinstance(error, (ValueError, FileNotFoundError))
@@ -193,6 +219,8 @@ def _read_input(
         wire.ADD: wire.decode_request,
         wire.ABORT: wire.decode_ids,
         wire.UTILITY: wire.decode_call,
+        wire.START_WAVE: wire.decode_wave,
+        wire.GROUP_BROKE: wire.decode_port,
         wire.ORDER: bytes,  # a malformed one is answered, not died of
     }
     try:
@@ -279,5 +307,7 @@ def _handle(
             log.exception("engine call %s failed", call.method)
             result = UtilityResult(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
         outbox.send(wire.RESULT, result)
+    elif kind == wire.START_WAVE and isinstance(core, GroupCore):
+        core.start_wave(body)
     elif kind == CHECK and isinstance(core, RecoverableCore):
         core.check_worker()

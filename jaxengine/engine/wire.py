@@ -18,6 +18,8 @@ ABORT = b"\x01"
 UTILITY = b"\x03"
 SHUTDOWN = b"\x04"
 ORDER = b"\x05"  # FaultToleranceRequest
+START_WAVE = b"\x06"  # WaveNotice, to coupled ranks
+GROUP_BROKE = b"\x07"  # int: the port of the coupled group
 
 # engine -> front
 READY = b"\x10"
@@ -26,6 +28,7 @@ RESULT = b"\x12"
 FAILED = b"\x13"
 STATUS = b"\x14"  # RankStatus
 ORDER_RESULT = b"\x15"  # FaultToleranceResult
+WAVE = b"\x16"  # WaveNotice, from a coupled rank
 
 # The core an engine process runs, as "module:class". A string, so that neither the front nor the
 # import contracts pull JAX in through it.
@@ -41,6 +44,14 @@ class EngineFailure(msgspec.Struct):
     user_error: bool = False
 
 
+class WaveNotice(msgspec.Struct, array_like=True):
+    """Of the coupled group at `port`: a wave began or has ended (see `engine.dp.waves`)."""
+
+    port: int
+    wave: int
+    running: bool = True
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
 decode_ids = msgspec.msgpack.Decoder(list[str]).decode
@@ -48,4 +59,6 @@ decode_call = msgspec.msgpack.Decoder(UtilityCall).decode
 decode_ready = msgspec.msgpack.Decoder(EngineReady).decode
 decode_outputs = msgspec.msgpack.Decoder(EngineOutputs).decode
 decode_result = msgspec.msgpack.Decoder(UtilityResult).decode
+decode_wave = msgspec.msgpack.Decoder(WaveNotice).decode
+decode_port = msgspec.msgpack.Decoder(int).decode
 decode_failure = msgspec.msgpack.Decoder(EngineFailure).decode

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from jaxengine.config import EngineConfig, ParallelConfig
+from jaxengine.engine.dp.coupling import member_of
 from jaxengine.executor.base import Batch
 from jaxengine.executor.worker_messages import Array, Call, Sample, Stop, Submit, WireBatch
 from jaxengine.sched.batch import Bucket
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool
     from jaxengine.offload.jobs import Done, OffloadStep
     from jaxengine.offload.layout import KVLayout
+    from jaxengine.parallel.mesh import Devices
     from jaxengine.runner.model_runner import Handle, ModelRunner
     from jaxengine.runner.programs import Programs
 
@@ -49,11 +51,27 @@ def join_nodes(parallel: ParallelConfig) -> None:
         raise ValueError(f"node_rank must be from 0 to {parallel.nnodes - 1}")
     import jax
 
-    if os.environ.get("JAX_PLATFORMS", "") == "cpu":
+    on_cpu = os.environ.get("JAX_PLATFORMS", "") == "cpu"
+    if on_cpu:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    else:  # each process tunes its programs itself: they do not compile in step with each other
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"--xla_gpu_shard_autotuning=false {flags}"
     jax.distributed.initialize(
         f"{parallel.master_addr}:{parallel.master_port}", parallel.nnodes, parallel.node_rank
     )
+    if on_cpu:
+        _cache_programs_everywhere()
+
+
+def _cache_programs_everywhere() -> None:
+    """JAX lets only process 0 write to the compilation cache, but on CPU each process looks its
+    programs up under keys of its own: the others would compile anew at every start."""
+    import jax
+    from jax._src import distributed
+
+    jax.local_devices()  # the runtime has taken the process's number by now
+    distributed.global_state.process_id = 0
 
 
 def digest(config: EngineConfig) -> bytes:
@@ -65,6 +83,15 @@ def digest(config: EngineConfig) -> bytes:
 
 def _address(parallel: ParallelConfig) -> str:
     return f"tcp://{parallel.master_addr}:{parallel.master_port + 1}"
+
+
+def over_processes(runner: ModelRunner, config: EngineConfig, devices: Devices) -> Any:
+    """The runner of one process among several: a coupled rank's, node 0's or a follower's."""
+    if member_of(config) is not None:
+        from jaxengine.executor.shards import ShardRunner
+
+        return ShardRunner(runner, devices, config.parallel.nnodes)
+    return LeadingRunner(runner, config) if config.parallel.node_rank == 0 else runner
 
 
 class LeadingRunner:

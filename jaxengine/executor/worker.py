@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
+from jaxengine.engine.dp.coupling import moved
 from jaxengine.engine.fault.inject import Fault, Injector, carry_out, parse_faults
 from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.executor.base import Batch
@@ -36,7 +37,7 @@ from jaxengine.executor.worker_messages import (
     WireBatch,
     keys_of,
 )
-from jaxengine.executor.worker_process import WorkerDied, WorkerError, WorkerProcess
+from jaxengine.executor.worker_process import PeerFailed, WorkerDied, WorkerError, WorkerProcess
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
 
@@ -73,6 +74,7 @@ class WorkerExecutor:
         self._steps_cold: dict[int, bool] = {}  # submitted, by number: a program is not compiled
         self._death: WorkerDied | None = None
         self._failed: StepFailed | None = None  # with all steps after it
+        self._broken_ports: set[int | None] = set()  # of coupled groups
         self.epoch = 0
         self._process = self._begin(config)
         self.description = self._wait_ready(None)
@@ -94,19 +96,49 @@ class WorkerExecutor:
         if not self.alive:
             on_end()
 
+    @property
+    def ready_programs(self) -> frozenset[ProgramKey]:
+        """As of the worker's last message."""
+        return self._ready_programs
+
+    @property
+    def warm(self) -> bool:
+        """All of its programs are compiled."""
+        return self._figures["warm"] > 0
+
     def check(self) -> None:
         """Raises WorkerDied if it did."""
         if self._death is not None:
             raise self._death
 
-    def respawn(self) -> None:
-        """Replace the worker, dead or alive, by a new one of the same sizes.
+    def abandon(self, why: WorkerDied, port: int | None = None) -> None:
+        """Kill the worker for a fault that is not its own. Any thread may call it. `port`: only
+        if the worker belongs to the coupled group there."""
+        with self._changed:
+            if port not in (None, self._config.parallel.master_port):
+                self._broken_ports.add(port)  # it may be the group that is joined next
+                return
+            if self._death is not None:
+                return
+            self._death = why
+            self._changed.notify_all()
+            self._process.abandon(why)
+
+    def respawn(self, port: int | None = None) -> None:
+        """Replace the worker, dead or alive, by a new one of the same sizes; `port`: in the coupled
+        group there.
 
         Raises WorkerDied when that one does not come up, ValueError when its sizes differ.
         """
         self._process.close()
-        self.epoch += 1
-        self._process = self._begin(_same_sizes(self._config, self.description))
+        with self._changed:
+            if port in self._broken_ports:
+                raise PeerFailed("another rank of the group failed before this one joined")
+            self._broken_ports.clear()
+            self.epoch += 1
+            if port is not None:
+                self._config = moved(self._config, port)
+            self._process = self._begin(_same_sizes(self._config, self.description))
         try:
             found = self._wait_ready(_RESTART_TIMEOUT)
             if found.planner != self.description.planner or found.spec != self.description.spec:
@@ -123,6 +155,7 @@ class WorkerExecutor:
         self._ready_programs: frozenset[ProgramKey] = frozenset()
         self._figures = dict(_FIGURES)
         self._started: Description | StartFailed | None = None
+        self._heard = time.monotonic()  # when the last message came
         self._answers: dict[int, Answer] = {}
         self._forget_steps()
         epoch = self.epoch
@@ -158,6 +191,7 @@ class WorkerExecutor:
 
     def _receive(self, message: Reply) -> None:
         with self._changed:
+            self._heard = time.monotonic()
             match message:
                 case StepDone():
                     self._results[message.step] = message
@@ -183,12 +217,12 @@ class WorkerExecutor:
     ) -> tuple[Bucket, int]:
         return self._chooser.choose(num_tokens, num_rows, decode_only, fewest_tokens)
 
-    def submit(self, batch: Batch) -> int:
-        """Raises WorkerDied."""
+    def submit(self, batch: Batch, cold: bool = False) -> int:
+        """`cold`: a program of the step is still being compiled elsewhere. Raises WorkerDied."""
         self.check()
         fault = self._planned("step")
         step = self._number()
-        self._steps_cold[step] = not self._ready_programs.issuperset(keys_of(batch))
+        self._steps_cold[step] = cold or not self._ready_programs.issuperset(keys_of(batch))
         self._process.send(Submit(step, WireBatch.of(batch), fault))
         return step
 
@@ -205,6 +239,7 @@ class WorkerExecutor:
             lambda: handle in self._results or self._lost(handle),
             limit,
             f"a step took more than {limit:g} s",
+            settings.silence_sec if cold else None,  # else the limit is as short
         )
         done = self._results.pop(handle, None)
         if done is None:
@@ -307,14 +342,27 @@ class WorkerExecutor:
         if answer.kind is not None:
             raise WorkerError(answer.kind, answer.message)
 
-    def _wait(self, done: Callable[[], bool], limit: float | None, what: str) -> None:
-        """Until `done` or the worker's end; kills it after `limit` seconds. Raises WorkerDied."""
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        limit: float | None,
+        what: str,
+        silence: float | None = None,
+    ) -> None:
+        """Until `done` or the worker's end; kills it after `limit` seconds, or when it says nothing
+        for `silence` seconds, though it should every second. Raises WorkerDied."""
         deadline = None if limit is None else time.monotonic() + limit
         with self._changed:
             while not done():
                 if self._death is not None:
                     raise self._death
-                left = None if deadline is None else deadline - time.monotonic()
+                now = time.monotonic()
+                left = None if deadline is None else deadline - now
+                if silence is not None:
+                    quiet = self._heard + silence - now
+                    if quiet <= 0:
+                        what = f"it said nothing for {silence:g} s"
+                    left = quiet if left is None else min(left, quiet)
                 if left is not None and left <= 0:
                     break
                 self._changed.wait(left)
@@ -344,10 +392,11 @@ class WorkerExecutor:
             found.row_sizes,
             found.overlap,
             lambda key: key in self._ready_programs,
-            self._compile,
+            self.compile,
         )
 
-    def _compile(self, key: ProgramKey) -> None:
+    def compile(self, key: ProgramKey) -> None:
+        """Begin to compile it in the worker. Raises WorkerDied."""
         self._process.send(Compile(key))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxengine.config import EngineConfig
+from jaxengine.engine.dp.coupling import Member
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_messages import Description
 from jaxengine.models.spec import DecoderSpec
@@ -51,8 +52,8 @@ def build_worker(config: EngineConfig) -> WorkerBuilt:
     )
 
 
-def describe(built: Built) -> Description:
-    """In the worker: what its parent must know."""
+def describe(built: Built, member: Member | None) -> Description:
+    """In the worker: what its parent must know. The shards are the worker's own."""
     return Description(
         planner=built.planner,
         batch_shape=built.batch_shape,
@@ -61,7 +62,7 @@ def describe(built: Built) -> Description:
         info=built.info,
         kv_layout=built.kv_layout,
         kv_facts=built.kv_facts,
-        num_shards=built.num_shards,
+        num_shards=built.num_shards // (1 if member is None else member.size),
         buckets=built.runner.buckets,
         row_sizes=row_sizes_of(built.planner),
         overlap=built.overlap,

@@ -13,16 +13,19 @@ import queue
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxengine import platform
+from jaxengine.engine.dp.coupling import member_of
 from jaxengine.engine.fault.inject import carry_out
 from jaxengine.executor.parent import tie_to_parent
 from jaxengine.executor.program_watch import ProgramWatch
 from jaxengine.executor.worker_messages import (
+    Alive,
     Answer,
     Call,
     Channel,
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TRANSFER_POLL = 0.001  # seconds between looks at KV transfers under way
+HEARTBEAT = 1.0  # seconds
 
 
 def main(file_descriptor: int) -> None:
@@ -76,7 +80,8 @@ def main(file_descriptor: int) -> None:
         trace = "".join(traceback.format_exception(error))
         channel.send(StartFailed(message, trace, user_error))
         os._exit(1)
-    channel.send(describe(built))
+    channel.send(describe(built, member_of(start.config)))
+    threading.Thread(target=_beat, args=(channel,), daemon=True).start()
     gc.collect()
     gc.freeze()
     _Worker(built, channel).run(inbox)
@@ -89,6 +94,14 @@ def _read(channel: Channel[Command], inbox: queue.SimpleQueue[Command]) -> None:
             inbox.put(channel.receive())
         except EOFError:  # the engine is gone
             os._exit(1)
+
+
+def _beat(channel: Channel[Command]) -> None:
+    """A step whose program is being compiled may take minutes; a process that is stopped is told
+    from one that compiles by its silence."""
+    while True:
+        time.sleep(HEARTBEAT)
+        channel.send(Alive())
 
 
 def _setup_logging(start: Start) -> None:

@@ -29,6 +29,11 @@ class WorkerHung(WorkerDied):
     """The worker process was killed, because a step took too long."""
 
 
+class PeerFailed(WorkerDied):
+    """The worker process was killed, because its group broke: a rank that shares its experts
+    failed."""
+
+
 class WorkerError(RuntimeError):
     """The worker raised and lives on. `kind` is the class of its exception."""
 
@@ -88,6 +93,11 @@ class WorkerProcess:
     def hung(self, what: str) -> None:
         """Kill it for taking too long."""
         self._why = WorkerHung(f"the worker process was killed: {what}")
+        self._kill()
+
+    def abandon(self, why: WorkerDied) -> None:
+        """Kill it for a fault that is not its own."""
+        self._why = self._why or why
         self._kill()
 
     def close(self, grace: float = 0.0) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ class Devices:
 
     mesh: Mesh | None = None
     num_shards: int = 1  # of attention data parallelism
-    several_processes: bool = False  # of jax.distributed
+    several_processes: bool = False  # of jax.distributed, and each reads the rows of all
 
     def fetched(self, rows: Any) -> Any:
         """Inside a program: rows that the host will read; every process needs those of all."""
@@ -82,10 +82,12 @@ class Devices:
         return jax.device_put(array, NamedSharding(self.mesh, spec))
 
 
-def make_stages(layout: StepLayout, count: int) -> list[Devices]:
-    """The devices of every pipeline stage; each stage has a mesh of its own."""
+def make_stages(layout: StepLayout, count: int, own_rows: bool = False) -> list[Devices]:
+    """The devices of every pipeline stage; each stage has a mesh of its own. `own_rows`: every
+    process reads the rows of its own shards only."""
     if count == 1:
-        return [make_devices(layout)]
+        only = make_devices(layout)
+        return [replace(only, several_processes=only.several_processes and not own_rows)]
     size = layout.data_size * layout.tensor_size
     found = jax.devices()
     if len(found) < size * count:

@@ -1,7 +1,8 @@
 """The data-parallel engines behind one front: start, place, watch, recover.
 
 Dense ranks are independent: each has its own process, scheduler and KV pool, and the front, which
-sees all stats, is the only one that knows of the others.
+sees all stats, is the only one that knows of the others. Ranks that share experts are not
+(`coupled.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 from jaxengine.engine.admission import UnavailableError
 from jaxengine.engine.client import EngineClient, EngineDeadError, EngineStartError
+from jaxengine.engine.dp.coupled import Coupled
+from jaxengine.engine.dp.coupling import check_coupled, is_coupled, member_config
 from jaxengine.engine.dp.health import DEAD, DRAINING, HEALTHY, STARTING, UNHEALTHY, Board
 from jaxengine.engine.dp.merge import merge_ready, merge_results
 from jaxengine.engine.dp.modes import count_gpus, local_ranks, rank_config, rank_environment
 from jaxengine.engine.dp.placing import Placer, Watcher
 from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.engine.messages import (
+    EngineOutput,
     EngineOutputs,
     EngineReady,
     EngineStats,
@@ -61,9 +65,17 @@ class EngineGroup:
         self._settings = fault_settings(config.fault)
         self._make = make_client or self._make_client
         self._gpus = 0 if make_client else count_gpus()
-        self._clients = {rank: self._make(rank) for rank in self.ranks}
+        self._clients: dict[int, EngineClient] = {}
         self._first_epoch = dict.fromkeys(self.ranks, 0)  # of the rank's present process
         self.board = Board(self.ranks, self._changed)
+        self._coupled: Coupled | None = None
+        if is_coupled(config) and core == wire.DEFAULT_CORE:
+            check_coupled(config)
+            automatic = self._settings.auto_recover == "respawn"
+            self._coupled = Coupled(
+                self._clients, self.board, self._restart, automatic, self._group_settled
+            )
+        self._clients.update({rank: self._make(rank) for rank in self.ranks})
         self.placer = Placer(config, self._clients, self.board, watcher)
         self._paused = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -74,8 +86,12 @@ class EngineGroup:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         position = self.ranks.index(rank)
         environment = rank_environment(self._config, position, visible, self._gpus)
-        config = rank_config(self._config, rank)
-        return EngineClient(config, self._core, rank, environment, self._on_status)
+        if self._coupled is None:
+            config = rank_config(self._config, rank)
+            return EngineClient(config, self._core, rank, environment, self._on_status)
+        config = member_config(self._config, rank, self._coupled.port)
+        wave = self._coupled.on_wave
+        return EngineClient(config, self._core, rank, environment, self._on_status, wave)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -145,6 +161,8 @@ class EngineGroup:
                     self.placer.balancer.update(
                         rank, stats.num_waiting, stats.num_running, stats.kv_usage
                     )
+                if self._coupled is not None:
+                    self._coupled.made_progress(message.outputs)
                 if message.outputs:
                     message.outputs = self.placer.sift(rank, message.outputs)
                 await take(rank, message)
@@ -165,6 +183,8 @@ class EngineGroup:
     async def close(self, grace: float = 5.0) -> None:
         """Stop all processes, side by side. Idempotent."""
         await self._stop_tasks()
+        if self._coupled is not None:
+            await self._coupled.close()
         await asyncio.gather(*(client.close(grace) for client in self._clients.values()))
 
     def kill(self) -> None:
@@ -215,17 +235,23 @@ class EngineGroup:
         """An engine's own words. Its process counts epochs from 0."""
         rank = status.rank
         if rank in self.board.ranks:
-            self.board.update(replace(status, epoch=self._first_epoch[rank] + status.epoch))
+            self._update(replace(status, epoch=self._first_epoch[rank] + status.epoch))
+
+    def _update(self, status: RankStatus) -> None:
+        if self._coupled is None or not self._coupled.holds(status):
+            self.board.update(status)
 
     def _set(self, rank: int, state: str, fault: str | None = None) -> None:
         """What the front sees of a rank: its process started, or is gone."""
         epoch = self.board.ranks[rank].epoch
-        self.board.update(RankStatus(rank, state, epoch, fault, time.time()))
+        self._update(RankStatus(rank, state, epoch, fault, time.time()))
 
     def _changed(self, rank: int, before: str, after: str) -> None:
         health = self.board.ranks[rank]
         self._watcher.state(rank, after)
         if after in (UNHEALTHY, DEAD):
+            if self._coupled is not None:
+                self._coupled.failed(rank)
             log.warning("engine %d is %s: %s", rank, after, health.fault_info)
             self.placer.balancer.emptied(rank)
             if before not in (UNHEALTHY, DEAD, STARTING):
@@ -253,7 +279,7 @@ class EngineGroup:
         # stats of nothing: its gauges fall to 0
         await self._take(rank, EngineOutputs(rank, self.placer.lose(rank), EngineStats()))
         await client.close(grace=0)
-        if self._settings.auto_recover == "respawn":
+        if self._settings.auto_recover == "respawn" and self._coupled is None:
             self._spawn(self._recover(rank))
 
     async def _recover(self, rank: int) -> None:
@@ -266,7 +292,7 @@ class EngineGroup:
     async def _restart(self, rank: int) -> str | None:
         """A new process for a rank whose process is gone. Returns what went wrong, or None."""
         epoch = self._first_epoch[rank] = self.board.ranks[rank].epoch + 1
-        self.board.update(RankStatus(rank, STARTING, epoch, None, time.time()))
+        self._update(RankStatus(rank, STARTING, epoch, None, time.time()))
         await self._clients[rank].close(grace=0)
         client = self._clients[rank] = self._make(rank)
         try:
@@ -280,11 +306,26 @@ class EngineGroup:
         self._set(rank, HEALTHY)
         return None
 
+    def _group_settled(self, settled: bool) -> None:
+        """Coupled ranks: between a fault and the new group, sequences that can be replayed wait."""
+        if not settled:
+            self.placer.parking = self._config.fault.retry_aborted_requests
+        elif (ends := self.placer.unpark()) and self._take is not None:
+            self._spawn(self._deliver(ends))
+
+    async def _deliver(self, ends: list[EngineOutput]) -> None:
+        assert self._take is not None
+        await self._take(self.ranks[0], EngineOutputs(self.ranks[0], ends))
+
     async def order(self, rank: int, order: FaultToleranceRequest) -> FaultToleranceResult:
         """Have a rank carry out an order; never raises for what the rank does with it."""
         state = self.board.ranks[rank].state
-        if state == STARTING:
-            reason: str | None = f"engine {rank} is starting"
+        if self._coupled is not None and order.instruction in ("retry", "respawn"):
+            reason = await self._coupled.order(rank, order)
+            if reason is not None and order.instruction == "respawn":
+                self._watcher.recovery(rank, False)
+        elif state == STARTING:
+            reason = f"engine {rank} is starting"
         elif self._clients[rank].alive:
             reason = await self._ordered(rank, order)
             if reason is not None and state in (UNHEALTHY, DEAD):

@@ -15,6 +15,8 @@ from jaxengine.engine.dp.routes import Route, Routes
 from jaxengine.engine.messages import EngineOutput, EngineRequest
 from jaxengine.frontend.validation import RequestError
 
+_NOWHERE = -1  # the rank of a sequence that is parked
+
 log = logging.getLogger(__name__)
 
 
@@ -49,6 +51,9 @@ class Placer:
         # a lone engine without fault tolerance has nowhere to move a sequence to
         self._direct = len(self._ranks) == 1 and not self._fault_tolerant
         self._aborting = 0  # orders under way that abort what is in flight
+        # Sequences wait here for a rank while `parking`: all failed, and are on their way back.
+        self.parking = False
+        self._parked: list[tuple[Route, EngineOutput]] = []  # with the end if none takes it
 
     def check(self, placement: Placement = ANYWHERE) -> None:
         """Raises RequestError for a rank that is not here, UnavailableError when no rank, or not
@@ -114,7 +119,7 @@ class Placer:
         by_rank: dict[int, list[str]] = {}
         for request_id in request_ids:
             route = self._routes.leave(request_id)
-            if route is not None:
+            if route is not None and route.rank != _NOWHERE:
                 self.balancer.left(route.rank)
                 by_rank.setdefault(route.rank, []).append(request_id)
         for rank, ids in by_rank.items():
@@ -126,7 +131,11 @@ class Placer:
             return outputs
         sifted = self._routes.sift(rank, outputs)
         kept = sifted.outputs
-        kept += [last for route, last in sifted.moving if not self._move(route)]
+        kept += [
+            last
+            for moving, last in sifted.moving
+            if not self._move(moving) and not self._park(moving, last)
+        ]
         for output in kept:
             if output.finish_reason is None:
                 continue
@@ -147,6 +156,30 @@ class Placer:
         self.balancer.left(before)
         self._watcher.replayed(before)
         return True
+
+    def _park(self, route: Route, last: EngineOutput) -> bool:
+        if not self.parking:
+            return False
+        self.balancer.left(route.rank)
+        route.rank = _NOWHERE
+        self._parked.append((route, last))
+        return True
+
+    def unpark(self) -> list[EngineOutput]:
+        """Parked sequences go on, where a rank takes them; returns the ends of the others."""
+        self.parking = False
+        parked, self._parked = self._parked, []
+        ends = []
+        for route, last in parked:
+            if not self._routes.has(route):
+                continue  # aborted meanwhile
+            among = self._board.healthy()
+            if among and self._place(route, route.next_request(), among):
+                self._watcher.replayed(route.rank)
+            else:
+                self._routes.leave(last.request_id)
+                ends.append(last)
+        return ends
 
     def lose(self, rank: int) -> list[EngineOutput]:
         """The rank's process is gone: last outputs of what cannot go on elsewhere."""

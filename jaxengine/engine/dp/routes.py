@@ -57,6 +57,10 @@ class Routes:
         """The sequence ended; None when that was known."""
         return self._routes.pop(request_id, None)
 
+    def has(self, route: Route) -> bool:
+        """Whether the sequence has not ended."""
+        return self._routes.get(route.request.request_id) is route
+
     def on(self, rank: int) -> list[Route]:
         """The sequences that `rank` has."""
         return [route for route in self._routes.values() if route.rank == rank]

@@ -67,6 +67,19 @@ class RecoverableCore(Protocol):
     def stats(self) -> EngineStats: ...
 
 
+@runtime_checkable
+class GroupCore(Protocol):
+    """A core that may be one of several ranks that fail together (`engine.dp.coupling`)."""
+
+    @property
+    def group_port(self) -> int | None: ...
+    def bind_waves(self, report: Callable[[wire.WaveNotice], None]) -> None: ...
+    def start_wave(self, notice: wire.WaveNotice) -> None: ...
+    def stop_waiting(self) -> None: ...
+    def group_broke(self, port: int) -> None: ...
+    def join_group(self, port: int) -> None: ...
+
+
 class Sentinel:
     def __init__(
         self,
@@ -91,6 +104,9 @@ class Sentinel:
         self._in_vain = 0
         # Requests that the front still expects an end of. The core's own books may be what broke.
         self._open: set[str] = set()
+        # Coupled ranks are recovered all at once, by the front.
+        coupled = isinstance(core, GroupCore) and core.group_port is not None
+        self._group: GroupCore | None = core if coupled else None  # type: ignore[assignment]
         outbox.open_requests = self._open
         core.watch_worker(self._worker_gone)
 
@@ -100,6 +116,10 @@ class Sentinel:
         """A decoded message (an order: undecoded) on its way to the loop."""
         if kind == wire.ORDER:
             self._take_order(body)
+            return
+        if kind == wire.GROUP_BROKE:
+            if self._group is not None:
+                self._group.group_broke(body)
             return
         with self._lock:
             health = self._health
@@ -111,7 +131,7 @@ class Sentinel:
                 self._fatal = body
             refused = kind == wire.ADD and not health.admits
             refused |= kind == wire.UTILITY and health.parked
-            if not refused:
+            if not refused and not (kind == wire.START_WAVE and health.parked):
                 self._inbox.put((kind, body))
             if kind in (wire.SHUTDOWN, wire.FAILED):
                 self._stop_waiting()
@@ -137,9 +157,9 @@ class Sentinel:
         except msgspec.MsgspecError as error:
             self._answer(_request_id(payload), f"the order cannot be read: {error}")
             return
-        if order.params:
-            name = sorted(order.params)[0]
-            self._answer(order.request_id, f"params: {order.instruction} has no {name!r}")
+        wrong = self._wrong_params(order)
+        if wrong:
+            self._answer(order.request_id, wrong)
             return
         with self._lock:
             reason = self._advance(Order(order.instruction))
@@ -148,6 +168,16 @@ class Sentinel:
                 self._lock.notify_all()
                 return  # answered when it has been carried out
         self._answer(order.request_id, reason)
+
+    def _wrong_params(self, order: FaultToleranceRequest) -> str:
+        """Why an order cannot be carried out as it stands; "" when it can. A coupled rank is told
+        the port of its new group."""
+        names = sorted(order.params)
+        if self._group is not None and order.instruction in ("retry", "respawn"):
+            if order.instruction == "respawn" and names == ["port"]:
+                return ""
+            return "ranks that share experts are respawned together, by the front"
+        return f"params: {order.instruction} has no {names[0]!r}" if names else ""
 
     def _worker_gone(self) -> None:
         """In the executor's own thread."""
@@ -235,7 +265,12 @@ class Sentinel:
     def _order_automatically(self, tried: set[str]) -> None:
         """Each instruction once for a fault; what does not help waits for a person."""
         mode = self._settings.auto_recover
-        if mode == "never" or self._order is not None or self._in_vain > _MOST_IN_VAIN:
+        if (
+            mode == "never"
+            or self._group is not None
+            or self._order is not None
+            or self._in_vain > _MOST_IN_VAIN
+        ):
             return
         if "retry" not in tried and self._health.state is State.UNHEALTHY:
             instruction = "retry"
@@ -251,6 +286,8 @@ class Sentinel:
         reason = ""
         event: Event = Recovered()
         try:
+            if self._group is not None:
+                self._group.join_group(int(order.params["port"]))
             self._core.recover(respawn=order.instruction == "respawn")
         except Exception as error:  # noqa: BLE001 - told to the controller, who may try again
             log.exception("%s failed", order.instruction)

@@ -1,0 +1,172 @@
+"""One coupled rank, as its engine core sees it: when it takes part, and what all agree on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine import wire
+from jaxengine.engine.dp import waves
+from jaxengine.engine.dp.coupling import Member, member_of
+from jaxengine.engine.dp.exchange import (
+    Agreement,
+    Choose,
+    Combiner,
+    Exchange,
+    Interrupted,
+    Plan,
+    Wish,
+)
+from jaxengine.engine.fault.settings import fault_settings
+from jaxengine.engine.packer import Prepared
+from jaxengine.executor.choice import ProgramKey, ShapeChooser
+from jaxengine.executor.worker import WorkerExecutor
+from jaxengine.sched.plan import StepPlan
+
+Report = Callable[[wire.WaveNotice], None]
+
+
+class Lockstep:
+    """One thread uses it. `stopping` may be set by any: the rank was told to stop, and waits for
+    the others no more."""
+
+    def __init__(self, member: Member, config: EngineConfig, worker: WorkerExecutor) -> None:
+        self._member = member
+        self._worker = worker
+        self._settings = fault_settings(config.fault)
+        self._report: Report = _to_nobody
+        self.stopping = threading.Event()
+        self.num_waves = 0
+        self.num_dummies = 0  # steps without anything to run here
+        self._begin(member.port)
+
+    def _begin(self, port: int) -> None:
+        """Of a new group: nothing of the one before counts."""
+        self._member = replace(self._member, port=port)
+        self._wave = waves.RankWave(self._member.rank)
+        self._round = 0
+        self._told: frozenset[ProgramKey] | None = None  # programs that the others know of
+        self._warm = False
+        combiner = None
+        if self._member.rank == 0:
+            combiner = Combiner(self._member.size, self._make_choose)
+        self._exchange = Exchange(self._member, combiner)
+
+    def _make_choose(
+        self, ready: Callable[[ProgramKey], bool], start: Callable[[ProgramKey], None]
+    ) -> Choose:
+        found = self._worker.description
+        return ShapeChooser(found.buckets, found.row_sizes, found.overlap, ready, start).choose
+
+    @property
+    def running(self) -> bool:
+        """A wave is under way."""
+        return self._wave.running
+
+    @property
+    def port(self) -> int:
+        return self._member.port
+
+    def bind(self, report: Report) -> None:
+        """`report` tells the front of waves, which wakes the other ranks."""
+        self._report = report
+
+    def start_wave(self, notice: wire.WaveNotice) -> None:
+        """Another rank needs this one. A notice of an older group or wave changes nothing."""
+        if notice.port == self.port:
+            self._wave = waves.on_start(self._wave, waves.StartWave(notice.wave))
+
+    def takes_part(self, work: bool) -> bool:
+        """Before a step: whether to take part in it; wakes the others when work was found here."""
+        if work and not self.running:
+            self._wave, _ = waves.on_request(self._wave, self._wave.wave)
+            self._report(wire.WaveNotice(self.port, self._wave.wave))
+        return waves.takes_part(self._wave, work)
+
+    def agree(self, plans: Sequence[StepPlan | None], work: bool) -> Agreement:
+        """What all ranks do in the next step. Raises PeerLostError when one does not come,
+        WorkerDied when this rank's worker ends meanwhile, Interrupted."""
+        self._round += 1
+        ready, warm = self._worker.ready_programs, self._worker.warm
+        news = None if ready == self._told else list(ready)
+        self._told = ready
+        wish = Wish(self._round, self._wave.wave, work, _sizes(plans), news, warm)
+        # Another rank may still wait for a program that it compiles.
+        limits = self._settings
+        limit = limits.step_timeout_sec if self._warm else limits.compile_timeout_sec
+        agreed = self._exchange.agree(wish, self._look, limit)
+        self._warm = agreed.warm
+        for key in agreed.start:
+            if key not in ready:
+                self._worker.compile(key)
+        if agreed.shape is not None:
+            self._wave = waves.stepped(self._wave)
+            self.num_dummies += wish.plan is None
+        self._settle(agreed)
+        return agreed
+
+    def _look(self) -> None:
+        self._worker.check()
+        if self.stopping.is_set():
+            raise Interrupted
+
+    def _settle(self, agreed: Agreement) -> None:
+        """The vote that comes with every agreement: the wave ends when nobody has work."""
+        ranks = [
+            replace(self._wave, rank=rank, wave=wave) for rank, wave in enumerate(agreed.waves)
+        ]
+        after, ended = waves.sync(ranks, agreed.work)
+        self._wave = after[self._member.rank]
+        if ended is not None:
+            self.num_waves += 1
+            if self._member.rank == 0:
+                self._report(wire.WaveNotice(self.port, ended, running=False))
+
+    def renew(self, port: int) -> None:
+        """The rank belongs to a new group from now on."""
+        self.close()
+        self._begin(port)
+
+    def figures(self) -> dict[str, float]:
+        return {"dp_waves": float(self.num_waves), "dp_dummy_steps": float(self.num_dummies)}
+
+    def close(self) -> None:
+        self._exchange.close()
+
+
+def make_lockstep(config: EngineConfig, executor: object) -> Lockstep | None:
+    """None for an engine that steps alone."""
+    member = member_of(config)
+    if member is None:
+        return None
+    assert isinstance(executor, WorkerExecutor)
+    return Lockstep(member, config, executor)
+
+
+def _sizes(plans: Sequence[StepPlan | None]) -> Plan | None:
+    """Of this rank's shards together; None when none has anything to run."""
+    live = [plan for plan in plans if plan is not None]
+    if not live:
+        return None
+    wires = [_prepared(r).wire for plan in live for r in plan.requests[plan.num_decode :]]
+    kinds = ["score"] * any(wire.params.prompt_logprobs is not None for wire in wires)
+    kinds += ["pool"] * any(wire.pooling is not None for wire in wires)
+    return Plan(
+        max(plan.num_tokens for plan in live),
+        max(plan.num_rows for plan in live),
+        all(plan.num_decode == plan.num_rows for plan in live),
+        min(0 if plan is None else plan.num_tokens for plan in plans),
+        any(_prepared(r).needs_slot_record for plan in live for r in plan.new_requests),
+        kinds,
+    )
+
+
+def _prepared(request: object) -> Prepared:
+    prepared: Prepared = request.params  # type: ignore[attr-defined]
+    return prepared
+
+
+def _to_nobody(notice: wire.WaveNotice) -> None:
+    """Before `bind`."""

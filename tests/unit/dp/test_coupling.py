@@ -1,0 +1,71 @@
+"""Which ranks are coupled, and what each is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.dp.coupling import (
+    Member,
+    check_coupled,
+    free_ports,
+    is_coupled,
+    member_config,
+    member_of,
+    moved,
+)
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig.of(**{"data_parallel_size": 2, "enable_expert_parallel": True} | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "coupled"),
+    [
+        ({}, True),
+        ({"enable_expert_parallel": False}, False),  # dense ranks go their own ways
+        ({"data_parallel_size": 1}, False),
+        ({"data_parallel_rank": 1}, False),  # a server of its own
+        ({"data_parallel_hybrid_lb": True}, False),
+    ],
+    ids=str,
+)
+def test_who_is_coupled(settings: dict[str, Any], coupled: bool) -> None:
+    assert is_coupled(config(**settings)) is coupled
+    assert member_of(config(**settings)) is None  # only what a front makes of it is a member
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"nnodes": 2},
+        {"pipeline_parallel_size": 2},
+        {"record_expert_load": "loads.json"},
+        {"kv_offloading_size": 1.0},
+        {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_it(settings: dict[str, Any]) -> None:
+    check_coupled(config())
+    with pytest.raises(ValueError, match=f"^{next(iter(settings))} does not work with ranks"):
+        check_coupled(config(**settings))
+
+
+def test_a_member_is_one_process_of_the_whole() -> None:
+    told = member_config(config(attention_data_parallel_size=3), 1, 15000)
+    assert member_of(told) == Member(1, 2, 15000)
+    assert told.parallel.attention_data_parallel_size == 6
+    assert (told.parallel.nnodes, told.parallel.node_rank) == (2, 1)
+    later = moved(told, 15002)
+    assert member_of(later) == Member(1, 2, 15002)
+    assert Member(1, 2, 15002).exchange_address == "tcp://127.0.0.1:15003"
+
+
+def test_ports_are_none_that_others_get_by_chance() -> None:
+    for _ in range(5):
+        assert 15_000 <= free_ports() < 32_000
