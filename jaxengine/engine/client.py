@@ -21,6 +21,7 @@ import zmq.asyncio
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 from jaxengine.engine.dp.spawning import error_class, spawn_environment
+from jaxengine.engine.join import MOST_OUTPUTS, join_outputs
 from jaxengine.engine.messages import (
     EngineOutputs,
     EngineReady,
@@ -60,7 +61,7 @@ class EngineClient:
     """One engine process over ZMQ. Every method is called from the event loop's thread.
 
     `environment` is set for the process on top of this one's; `on_status` hears what the engine
-    says of its health.
+    says of its health, `on_wave` what a coupled rank says of waves.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class EngineClient:
         index: int = 0,
         environment: Mapping[str, str] | None = None,
         on_status: Callable[[RankStatus], None] | None = None,
+        on_wave: Callable[[int, wire.WaveNotice], None] | None = None,
     ) -> None:
         self._config = config
         self._core = core
@@ -77,6 +79,7 @@ class EngineClient:
         self._identity = index.to_bytes(2, "little")
         self._environment = environment or {}
         self._on_status = on_status
+        self._on_wave = on_wave
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._orders: dict[str, asyncio.Future[FaultToleranceResult]] = {}
         self._next_call = 0
@@ -87,6 +90,7 @@ class EngineClient:
         self._process: BaseProcess | None = None
         self._exited: asyncio.Event | None = None
         self._closing = False
+        self._held: list[bytes] | None = None  # a message received, not handled yet
         self.ready = EngineReady()
 
     @property
@@ -193,23 +197,41 @@ class EngineClient:
         """
         while True:
             assert self._output is not None
+            frames, self._held = self._held, None
             try:  # usually there is one already: no tasks, no waiting
-                frames = await self._output.recv_multipart(zmq.NOBLOCK)
+                frames = frames or await self._output.recv_multipart(zmq.NOBLOCK)
                 kind, payload = frames
             except zmq.Again:
                 kind, payload = await self._receive()
             if kind == wire.OUTPUTS:
-                return wire.decode_outputs(payload)
+                return await self._joined(wire.decode_outputs(payload))
             if kind == wire.RESULT:
                 self._answer(payload)
             elif kind == wire.STATUS:
                 self._take_status(payload)
+            elif kind == wire.WAVE:
+                if self._on_wave is not None:
+                    self._on_wave(self._index, wire.decode_wave(payload))
             elif kind == wire.ORDER_RESULT:
                 self._take_order_result(payload)
             elif kind == wire.FAILED:
                 failure = wire.decode_failure(payload)
                 log.error("engine %d failed:\n%s", self._index, failure.traceback)
                 raise EngineDeadError(f"the engine failed: {failure.message}", error_class(failure))
+
+    async def _joined(self, news: EngineOutputs) -> EngineOutputs:
+        """With the outputs that are there already."""
+        assert self._output is not None
+        while len(news.outputs) < MOST_OUTPUTS:
+            try:
+                frames = await self._output.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if frames[0] != wire.OUTPUTS:
+                self._held = frames
+                break
+            news = join_outputs(news, wire.decode_outputs(frames[1]))
+        return news
 
     def _take_status(self, payload: bytes) -> None:
         if self._on_status is not None:
@@ -248,6 +270,16 @@ class EngineClient:
         if request_ids:
             with contextlib.suppress(EngineDeadError):
                 self._send(wire.ABORT, wire.encode(request_ids))
+
+    def start_wave(self, notice: wire.WaveNotice) -> None:
+        """Wake a coupled rank. A dead one hears nothing."""
+        with contextlib.suppress(EngineDeadError):
+            self._send(wire.START_WAVE, wire.encode(notice))
+
+    def group_broke(self, port: int) -> None:
+        """Tell a coupled rank that its group at `port` broke. A dead one hears nothing."""
+        with contextlib.suppress(EngineDeadError):
+            self._send(wire.GROUP_BROKE, wire.encode(port))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Run `method` in the engine. Raises RuntimeError with its message, or EngineDeadError."""

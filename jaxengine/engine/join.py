@@ -1,0 +1,33 @@
+"""Joins messages of an engine that the front has not got to yet: one that lags behind handles
+fewer, longer deltas instead of falling further back."""
+
+from __future__ import annotations
+
+from jaxengine.engine.messages import EngineOutput, EngineOutputs
+
+MOST_OUTPUTS = 4096  # of one joined message
+
+
+def join_outputs(first: EngineOutputs, second: EngineOutputs) -> EngineOutputs:
+    """Both as one message of the same engine, each request's outputs joined; may change both."""
+    at = {output.request_id: output for output in first.outputs}
+    for output in second.outputs:
+        before = at.get(output.request_id)
+        if before is None or before.finish_reason is not None:  # an id may be used again
+            at[output.request_id] = output
+            first.outputs.append(output)
+        else:
+            _append(before, output)
+    first.stats = second.stats or first.stats
+    return first
+
+
+def _append(before: EngineOutput, after: EngineOutput) -> None:
+    before.new_token_ids += after.new_token_ids
+    if after.logprobs is not None:
+        before.logprobs = (before.logprobs or []) + after.logprobs
+    before.prompt_logprobs = before.prompt_logprobs or after.prompt_logprobs
+    before.times = before.times or after.times
+    before.num_cached_tokens = before.num_cached_tokens or after.num_cached_tokens
+    before.finish_reason = after.finish_reason
+    before.stop_reason, before.error = after.stop_reason, after.error
