@@ -341,6 +341,33 @@ def _ignore_errors(url: str) -> None:
         chunks(url, C, LONG)
 
 
+def test_external_and_hybrid_modes() -> None:
+    """A server for rank 1 of 3, and one for ranks 1 and 2: each refuses what is not its own."""
+    size = ("--data-parallel-size", "3", "--enable-fault-tolerance")
+    external = ("--data-parallel-rank", "1", "--data-parallel-external-lb")
+    hybrid = (
+        "--data-parallel-hybrid-lb",
+        "--data-parallel-size-local",
+        "2",
+        "--data-parallel-start-rank",
+        "1",
+    )
+    for mode, ranks in ((external, [1]), (hybrid, [1, 2])):
+        with running(*size, *mode) as up:
+            entries = call(up.url, "/fault_tolerance/status")[1]["engines"]
+            assert [entry["id"] for entry in entries] == ranks
+            for rank in range(3):
+                body = {"prompt": "hi", "max_tokens": 2, "data_parallel_rank": rank}
+                assert call(up.url, C, body)[0] == (200 if rank in ranks else 400)
+            text = call(up.url, "/metrics")[1]
+            assert 'engine="1"' in text and 'engine="0"' not in text
+            psutil.Process(_engines(up)[1].pid).kill()
+            eventually(lambda: call(up.url, "/health")[0] == (503 if ranks == [1] else 200), 2)  # noqa: B023
+            order = {"instruction": "respawn", "params": {"rank": 1}}
+            assert call(up.url, "/fault_tolerance/apply", order)[0] == 202
+            eventually(lambda: call(up.url, "/health")[1] == {"status": "ok"}, 30)  # noqa: B023
+
+
 def test_a_rank_that_cannot_start_is_shown() -> None:
     from serverlib import spawn
 

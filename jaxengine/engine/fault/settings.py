@@ -10,6 +10,7 @@ from jaxengine.config import FaultConfig
 
 STEP_TIMEOUT = 60.0  # seconds a step may take when its programs are compiled
 COMPILE_TIMEOUT = 300.0  # ... and when one of them is still compiling
+LEAST_SILENCE = 3.0  # a worker says something every second; a busy machine may be late
 
 
 class FaultSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,6 +24,11 @@ class FaultSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def compile_timeout_sec(self) -> float:
         return max(self.step_timeout_sec, COMPILE_TIMEOUT)
+
+    @property
+    def silence_sec(self) -> float:
+        """A worker that is heard of no more for so long is stopped, even if it should compile."""
+        return max(self.step_timeout_sec, LEAST_SILENCE)
 
 
 def fault_settings(config: FaultConfig) -> FaultSettings:
