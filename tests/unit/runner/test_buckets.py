@@ -49,7 +49,8 @@ def test_warm_up_holds_every_program_once(seqs: int, tokens: int) -> None:
     assert {key.size for key in keys if key.kind == "sample"} == set(sizes)
     mixed = {b.tokens for b in buckets if not b.decode_only}
     assert {key.size for key in keys if key.kind == "score"} == mixed
+    assert {key.size for key in keys if key.kind == "pool"} == mixed
     assert Key("seed") in keys
-    assert {key.kind for key in keys} == {"forward", "sample", "score", "seed"}
+    assert {key.kind for key in keys} == {"forward", "sample", "score", "seed", "pool"}
     # A decode step samples as many rows as it forwards.
     assert {b.rows for b in buckets if b.decode_only} == set(sizes)
