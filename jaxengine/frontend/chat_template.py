@@ -7,6 +7,7 @@ sandbox. The environment is the one that templates are written for (block trimmi
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -19,11 +20,25 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Message = dict[str, Any]
+from jaxengine.frontend.chat_messages import (
+    ChatTemplateError,
+    Message,
+    as_text,
+    for_template,
+    normalize_messages,
+    with_calls_in_content,
+    with_null_content,
+)
 
-
-class ChatTemplateError(ValueError):
-    """The messages or the template cannot be rendered; one sentence for the client."""
+__all__ = [
+    "ChatTemplateError",
+    "normalize_messages",
+    "pick_template",
+    "render_chat",
+    "render_messages",
+    "takes_content_parts",
+    "takes_tools",
+]
 
 
 class _Generation(Extension):
@@ -113,64 +128,14 @@ def takes_content_parts(template: str) -> bool:
     return any(is_content(i) or (isinstance(i, nodes.Name) and i.name in aliases) for i in loops)
 
 
-def normalize_messages(messages: Sequence[Message], keep_parts: bool = False) -> list[Message]:
-    """Messages as templates expect them; the argument is left as it is.
-
-    Content that is null, missing or [] becomes "" (it would print as the word None); text parts are
-    joined by newlines unless `keep_parts`; empty `tool_calls` are dropped; tool-call arguments,
-    JSON text on the wire, become mappings. Raises ChatTemplateError naming the field.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ChatTemplateError("messages must be a list of at least one message")
-    return [_message(m, f"messages[{i}]", keep_parts) for i, m in enumerate(messages)]
-
-
-def _message(message: Message, where: str, keep_parts: bool) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ChatTemplateError(f"{where} must be an object with a role")
-    out = {k: v for k, v in message.items() if v is not None or k == "content"}
-    out["content"] = _content(message.get("content"), f"{where}.content", keep_parts)
-    calls = out.pop("tool_calls", None)
-    if calls:
-        if not isinstance(calls, Sequence) or isinstance(calls, str):
-            raise ChatTemplateError(f"{where}.tool_calls must be a list")
-        out["tool_calls"] = [_tool_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(calls)]
-    return out
-
-
-def _content(content: Any, where: str, keep_parts: bool) -> Any:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, Sequence):
-        raise ChatTemplateError(f"{where} must be text or a list of parts")
-    parts: list[dict[str, str]] = []
-    for i, part in enumerate(content):
-        text = part if isinstance(part, str) else None
-        if isinstance(part, Mapping):
-            kind = part.get("type", "text")
-            if kind not in ("text", "input_text", "output_text"):
-                raise ChatTemplateError(f"{where}[{i}] has type {kind!r}; only text is supported")
-            text = part.get("text")
-        if not isinstance(text, str):
-            raise ChatTemplateError(f"{where}[{i}] must be a text part with a text")
-        parts.append({"type": "text", "text": text})
-    return parts if keep_parts and parts else "\n".join(p["text"] for p in parts)
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ChatTemplateError(f"{where}.function must be an object with a name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (json.JSONDecodeError, RecursionError) as e:
-            raise ChatTemplateError(f"{where}.function.arguments is not valid JSON") from e
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, Mapping):
-        raise ChatTemplateError(f"{where}.function.arguments must be a JSON object")
-    return {**call, "function": {**function, "arguments": dict(arguments)}}
+@lru_cache(maxsize=64)
+def takes_tools(template: str) -> bool:
+    """Whether the template has a place for tools."""
+    try:
+        tree = _environment().parse(template)
+    except jinja2.TemplateError as e:
+        raise ChatTemplateError(f"the chat template is not valid: {e}") from e
+    return any(node.name == "tools" for node in tree.find_all(nodes.Name))
 
 
 # Appended to the message that is to be continued. Its last space tells whether the template trims.
@@ -249,21 +214,28 @@ def render_messages(
     """What a chat endpoint calls: pick the template, normalise the messages, render.
 
     Some templates paste tool-call arguments as text; those that fail on mappings are given JSON
-    text instead. Keywords are those of render_chat. Raises ChatTemplateError.
+    text instead. Some show calls only where content is null; those that leave calls out are given
+    that, and if it does not help, the calls as part of the content. Keywords are those of
+    render_chat. Raises ChatTemplateError.
     """
     text = pick_template(template, template_name, tools)
-    ready = normalize_messages(messages, keep_parts=takes_content_parts(text))
+    normal = normalize_messages(messages, keep_parts=takes_content_parts(text))
+    ready = [for_template(m, text) for m in normal]
     try:
-        return render_chat(text, ready, tools=tools, **kwargs)
+        shown = render_chat(text, ready, tools=tools, **kwargs)
     except ChatTemplateError as e:
         if not isinstance(e.__cause__, TypeError) or not any("tool_calls" in m for m in ready):
             raise
-    return render_chat(text, [_as_text(m) for m in ready], tools=tools, **kwargs)
+        shown = render_chat(text, [as_text(m) for m in ready], tools=tools, **kwargs)
+    for other_way in (with_null_content, with_calls_in_content):
+        if not _loses_calls(ready, shown):
+            break
+        with contextlib.suppress(ChatTemplateError):  # then it stays as it was
+            other = render_chat(text, [other_way(m) for m in ready], tools=tools, **kwargs)
+            shown = shown if _loses_calls(ready, other) else other
+    return shown
 
 
-def _as_text(message: Message) -> Message:
-    calls = [
-        {**c, "function": {**c["function"], "arguments": _tojson(c["function"]["arguments"])}}
-        for c in message.get("tool_calls", ())
-    ]
-    return {**message, "tool_calls": calls} if calls else message
+def _loses_calls(messages: Sequence[Message], shown: str) -> bool:
+    calls = (c for m in messages for c in m.get("tool_calls", ()))
+    return any(c["function"]["name"] not in shown for c in calls)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream, off_loop
-from jaxengine.frontend.chat_template import render_messages
 from jaxengine.frontend.outputs import CompletionOutput, usage
 from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.server.answer_plan import plan_answer
+from jaxengine.server.answers import Answer, Style, reads_answers
+from jaxengine.server.constraints import constraint_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.logprobs import chat_logprobs, prompt_logprobs_body
+from jaxengine.server.openapi import reference, streamed
 from jaxengine.server.protocol import (
     ChatBody,
-    TokenizeBody,
     check_fields,
     logprobs_count,
     sampling_params,
 )
+from jaxengine.server.render import EFFORTS, render
 from jaxengine.server.responses import (
     ChatChoice,
     ChatChunk,
@@ -33,12 +37,16 @@ from jaxengine.server.responses import (
     ChatLogprobs,
     Delta,
     Message,
+    UsageBody,
     encode,
     usage_body,
 )
 from jaxengine.server.sse import DONE, event, sse_response
 from jaxengine.server.state import body_size, check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
+from jaxengine.server.tools import ToolChoice, tool_choice
+
+__all__ = ["ChatStream", "open_chat", "render", "router", "run_chat"]
 
 router = APIRouter()
 
@@ -50,20 +58,47 @@ class _Call:
     body: ChatBody
     params: SamplingParams
     echo: str  # text that goes out before the answer
+    tools: ToolChoice
     id: str
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
+    style: Style | None = None  # how the answer's text is taken apart; None: it is all content
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@dataclass(frozen=True)
+class ChatStream:
+    """An answer under way. `chunks` gives what came together as one list, the last of each choice
+    with its finish_reason; then, with stream_options.include_usage, one without choices that has
+    the usage. `close` must be called at the end, however it comes; the request is aborted if it
+    still runs. Iterating raises ApiError for what the engine ended with an error."""
+
+    id: str
+    model: str
+    created: int
+    chunks: AsyncIterator[list[ChatChunk]]
+    close: Callable[[], None]
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses=streamed(400, 404, 413, 503, schema=reference(ChatCompletion)),
+)
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation, whole or streamed."""
-    engine = engine_of(request)
-    call = await off_loop(body_size(request), lambda: _check(body, engine, request))
-    placement = placement_of(request, body.data_parallel_rank, body.user)
-    streams = await unless_hangup(request, _admit(call, engine, placement))
+    if not body.stream:
+        whole = await run_chat(body, request)
+        return Response(encode(whole), media_type="application/json")
+    call, (stream,) = await _start(body, request, "chatcmpl-")
+    return await sse_response(request, _events(call, stream), stream.close)
+
+
+async def run_chat(body: ChatBody, request: Request, prefix: str = "chatcmpl-") -> ChatCompletion:
+    """The whole answer; its id is `prefix` and the request's id. Raises ApiError, RequestError,
+    ChatTemplateError and what `AsyncLLM.add` does; ClientGone when the client hangs up."""
     if body.stream:
-        return await sse_response(request, _chunks(call, streams[0]), close_all(streams))
+        body = body.model_copy(update={"stream": False, "stream_options": None})
+    call, streams = await _start(body, request, prefix)
     try:
         (final,) = await unless_hangup(request, final_outputs(streams))
     finally:
@@ -79,10 +114,40 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         whole.prompt_token_ids = final.prompt_token_ids
     if body.prompt_logprobs is not None:
         whole.prompt_logprobs = prompt_logprobs_body(final.prompt_logprobs)
-    return Response(encode(whole), media_type="application/json")
+    return whole
 
 
-def _check(body: ChatBody, engine: AsyncLLM, request: Request) -> _Call:
+async def open_chat(body: ChatBody, request: Request, prefix: str = "chatcmpl-") -> ChatStream:
+    """The answer as it comes, once the engine has taken the request. Raises as `run_chat`."""
+    if not body.stream:
+        body = body.model_copy(update={"stream": True})
+    call, (stream,) = await _start(body, request, prefix)
+
+    async def chunks() -> AsyncGenerator[list[ChatChunk]]:
+        async for found, _ in _chunks(call, stream):
+            yield found
+
+    return ChatStream(call.id, call.model, call.created, chunks(), stream.close)
+
+
+async def _start(
+    body: ChatBody, request: Request, prefix: str
+) -> tuple[_Call, list[RequestStream]]:
+    engine = engine_of(request)
+    call = await off_loop(body_size(request), lambda: _check(body, engine, request, prefix))
+    placement = placement_of(request, body.data_parallel_rank, body.user)
+    return await unless_hangup(request, _admit(call, engine, placement))
+
+
+async def _events(call: _Call, stream: RequestStream) -> AsyncGenerator[bytes]:
+    async for chunks, done in _chunks(call, stream):
+        events = [event(encode(chunk)) for chunk in chunks]
+        if done:
+            events.append(DONE)  # with the last chunk: one write
+        yield b"".join(events)
+
+
+def _check(body: ChatBody, engine: AsyncLLM, request: Request, prefix: str) -> _Call:
     model = check_model(request, body.model)
     check_fields(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -96,78 +161,64 @@ def _check(body: ChatBody, engine: AsyncLLM, request: Request) -> _Call:
     if body.logprobs:
         more["logprobs"] = 0 if body.top_logprobs is None else body.top_logprobs
     params = sampling_params(body, engine.default_params, **more)
+    if body.reasoning_effort is not None and body.reasoning_effort not in EFFORTS:
+        raise ApiError(
+            400,
+            f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {body.reasoning_effort!r}",
+            param="reasoning_effort",
+        )
+    tools = tool_choice(body, engine.config.server)
+    if tools.enforced and params.structured_outputs is not None:
+        field = constraint_of(body)[1].split(".")[0]
+        raise ApiError(
+            400, f"{field} and an enforced tool_choice exclude each other", param="tool_choice"
+        )
     echo = ""
     if body.echo and body.messages and body.messages[-1].get("role") == "assistant":
         content = body.messages[-1].get("content")
         echo = content if isinstance(content, str) else ""
-    return _Call(body, params, echo, f"chatcmpl-{request_id_of(request)}", model)
+    return _Call(body, params, echo, tools, f"{prefix}{request_id_of(request)}", model)
 
 
-async def _admit(call: _Call, engine: AsyncLLM, placement: Placement) -> list[RequestStream]:
+async def _admit(
+    call: _Call, engine: AsyncLLM, placement: Placement
+) -> tuple[_Call, list[RequestStream]]:
     body = call.body
-    text = await render(body, engine)
+    text = await render(body, engine, call.tools.shown)
+    if reads_answers(engine.config.server, call.tools):
+        plan = await off_loop(
+            500 * len(call.tools.tools),
+            lambda: plan_answer(body, call.params, call.tools, text, engine),
+        )
+        call = replace(call, params=plan.params, style=plan.style)
+        text = plan.prompt
     prompt = {"prompt": text, "add_special_tokens": bool(body.add_special_tokens)}
     try:
-        return await admit(engine, [prompt], call.params, call.id, body, placement)
+        return call, await admit(engine, [prompt], call.params, call.id, body, placement)
     except RequestError as error:  # the client wrote messages and top_logprobs
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if error.field == "structured_outputs" and constraint_of(body)[0] is None:
+            text = re.sub(r"structured_outputs(\.\w+)?", "the schema of tools", error.message)
+            raise RequestError("tools", text) from None
         if error.field == "max_tokens" and body.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         raise RequestError(names.get(error.field, error.field), error.message) from None
 
 
-async def render(body: ChatBody | TokenizeBody, engine: AsyncLLM) -> str:
-    """The conversation as text, by the model's template. Raises ApiError 400, ChatTemplateError."""
-    messages = body.messages
-    if not messages:
-        raise ApiError(400, "messages must not be empty", param="messages")
-    template = engine.chat_template
-    if body.chat_template is not None:
-        if not engine.config.model.trust_request_chat_template:
-            raise ApiError(
-                400,
-                "chat_template in requests is refused (--trust-request-chat-template allows it)",
-                param="chat_template",
-            )
-        template = body.chat_template
-    tokenizer = engine.tokenizer
-    if template is None or tokenizer is None:
-        raise ApiError(400, "the model has no chat template; use /v1/completions", param="messages")
-    continues = bool(body.continue_final_message)
-    generation_prompt = body.add_generation_prompt
-    if generation_prompt and continues:
-        raise ApiError(
-            400,
-            "add_generation_prompt and continue_final_message exclude each other",
-            param="continue_final_message",
-        )
-    if generation_prompt is None:
-        generation_prompt = not continues
-    options = dict(body.chat_template_kwargs or {})
-    reserved = {"messages", "tools", "add_generation_prompt", "continue_final_message"} & set(
-        options
-    )
-    if reserved:
-        name = sorted(reserved)[0]
-        raise ApiError(
-            400, f"chat_template_kwargs must not hold {name}", param="chat_template_kwargs"
-        )
-    if isinstance(body, ChatBody) and body.documents is not None:
-        options["documents"] = body.documents
-
-    def work() -> str:
-        return render_messages(
-            template,
-            messages,
-            add_generation_prompt=generation_prompt,
-            continue_final_message=continues,
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-            **options,
-        )
-
-    size = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str | list))
-    return await off_loop(size + 100 * len(messages), work)
+def _one_call_each(choice: ChatChunkChoice) -> list[ChatChunkChoice]:
+    """With at most one call in a chunk, and none in the last: clients take a call for complete
+    when they see what follows it."""
+    calls = choice.delta.tool_calls
+    if not calls or (len(calls) == 1 and choice.finish_reason is None):
+        return [choice]
+    choice.delta.tool_calls = calls[:1]
+    made = [choice, *(ChatChunkChoice(choice.index, Delta(tool_calls=[c])) for c in calls[1:])]
+    if choice.finish_reason is not None:
+        last = ChatChunkChoice(choice.index, Delta(), None, choice.finish_reason)
+        last.stop_reason = choice.stop_reason
+        choice.finish_reason, choice.stop_reason = None, UNSET
+        made.append(last)
+    return made
 
 
 def _logprobs(call: _Call, output: CompletionOutput) -> ChatLogprobs | None:
@@ -179,55 +230,65 @@ def _logprobs(call: _Call, output: CompletionOutput) -> ChatLogprobs | None:
 
 
 def _choice(call: _Call, output: CompletionOutput) -> ChatChoice:
+    reason = output.finish_reason
+    if call.style is None:
+        message = Message("assistant", call.echo + output.text, None)
+    else:
+        answer = Answer(call.style)
+        message = answer.message(output.text, call.echo)
+        reason = answer.finish_reason(reason)
     return ChatChoice(
         output.index,
-        Message(call.echo + output.text),
+        message,
         _logprobs(call, output),
-        output.finish_reason,
+        reason,
         output.stop_reason,
         output.token_ids if call.body.return_token_ids else UNSET,
     )
 
 
-async def _chunks(call: _Call, stream: RequestStream) -> AsyncGenerator[bytes]:
-    """For each choice: a chunk with the role, its deltas, the last of them with finish_reason."""
+async def _chunks(
+    call: _Call, stream: RequestStream
+) -> AsyncGenerator[tuple[list[ChatChunk], bool]]:
+    """For each choice: a chunk with the role, its deltas, the last of them with finish_reason.
+    And whether these were the last."""
     body = call.body
     options = body.stream_options
     with_usage = options is not None and bool(options.include_usage)
     continuous = with_usage and bool(options and options.continuous_usage_stats)
-    greeted: set[int] = set()
-    chunk = ChatChunk(call.id, call.created, call.model, [])
-    if with_usage and not continuous:
-        chunk.usage = None
+    greeted: dict[int, Answer | None] = {}
+    usage_now: UsageBody | None | UnsetType = None if with_usage else UNSET
+
+    def chunk(*choices: ChatChunkChoice) -> ChatChunk:
+        return ChatChunk(call.id, call.created, call.model, list(choices), usage=usage_now)
+
     async for [(_, output)], done in merged([stream]):
-        events = []
+        chunks = []
         if continuous:
-            chunk.usage = usage_body(usage([output]))
+            usage_now = usage_body(usage([output]))
         for new in output.outputs:
             if new.index not in greeted:
-                first = not greeted
-                greeted.add(new.index)
-                chunk.choices = [ChatChunkChoice(new.index, Delta("assistant", call.echo))]
-                if body.return_token_ids and first:
-                    chunk.prompt_token_ids = output.prompt_token_ids
-                events.append(event(encode(chunk)))
-                chunk.prompt_token_ids = UNSET
-            if not (new.text or new.finish_reason or new.logprobs or body.return_token_ids):
-                continue  # text held back: half a character, or the start of a stop string
-            choice = ChatChunkChoice(
-                new.index, Delta(content=new.text), _logprobs(call, new), new.finish_reason
-            )
+                first = chunk(ChatChunkChoice(new.index, Delta("assistant", call.echo)))
+                if body.return_token_ids and not greeted:
+                    first.prompt_token_ids = output.prompt_token_ids
+                greeted[new.index] = None if call.style is None else Answer(call.style)
+                chunks.append(first)
+            answer, reason = greeted[new.index], new.finish_reason
+            if answer is None:
+                delta, empty = Delta(content=new.text), not new.text
+            else:
+                delta = answer.delta(new.text, reason is not None)
+                empty, reason = delta == Delta(), answer.finish_reason(reason)
+            if empty and not (reason or new.logprobs or body.return_token_ids):
+                continue  # text held back: half a character, or the start of a stop string or tag
+            choice = ChatChunkChoice(new.index, delta, _logprobs(call, new), reason)
             if new.finish_reason is not None:
                 choice.stop_reason = new.stop_reason
             if body.return_token_ids:
                 choice.token_ids = new.token_ids
-            chunk.choices = [choice]
-            events.append(event(encode(chunk)))
-        if done:
-            if with_usage:
-                chunk.choices = []
-                chunk.usage = usage_body(usage([output]))
-                events.append(event(encode(chunk)))
-            events.append(DONE)
-        if events:
-            yield b"".join(events)
+            chunks += [chunk(c) for c in _one_call_each(choice)]
+        if done and with_usage:
+            usage_now = usage_body(usage([output]))
+            chunks.append(chunk())
+        if chunks or done:
+            yield chunks, done

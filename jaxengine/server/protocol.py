@@ -135,6 +135,11 @@ class ChatBody(SamplingBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None  # this and the next: see server.tools
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
 
 
 class TokenizeBody(BaseModel):
@@ -148,6 +153,7 @@ class TokenizeBody(BaseModel):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
     return_token_strs: bool | None = None
 
 

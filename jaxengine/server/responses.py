@@ -68,10 +68,30 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class Message(msgspec.Struct):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
+class FunctionCall(msgspec.Struct):
+    """Of a delta: `name` comes once, `arguments` (JSON text) in pieces."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the model makes. `index` is of deltas only; their `id` and `type` come once."""
+
+    function: FunctionCall
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """`content` is null where there is nothing but reasoning or calls."""
+
+    role: str
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(msgspec.Struct):
@@ -97,6 +117,8 @@ class ChatCompletion(msgspec.Struct):
 class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -1,0 +1,121 @@
+"""Chat messages as templates expect them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class ChatTemplateError(ValueError):
+    """The messages or the template cannot be rendered; one sentence for the client."""
+
+
+def normalize_messages(messages: Sequence[Message], keep_parts: bool = False) -> list[Message]:
+    """Messages as templates expect them; the argument is left as it is.
+
+    Content that is null, missing or [] becomes "" (it would print as the word None); text parts are
+    joined by newlines unless `keep_parts`; empty `tool_calls` are dropped; tool-call arguments,
+    JSON text on the wire, become mappings. Raises ChatTemplateError naming the field.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ChatTemplateError("messages must be a list of at least one message")
+    return [_message(m, f"messages[{i}]", keep_parts) for i, m in enumerate(messages)]
+
+
+def _message(message: Message, where: str, keep_parts: bool) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ChatTemplateError(f"{where} must be an object with a role")
+    out = {k: v for k, v in message.items() if v is not None or k == "content"}
+    out["content"] = _content(message.get("content"), f"{where}.content", keep_parts)
+    calls = out.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise ChatTemplateError(f"{where}.tool_calls must be a list")
+        out["tool_calls"] = [_tool_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(calls)]
+    return out
+
+
+def _content(content: Any, where: str, keep_parts: bool) -> Any:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise ChatTemplateError(f"{where} must be text or a list of parts")
+    parts: list[dict[str, str]] = []
+    for i, part in enumerate(content):
+        text = part if isinstance(part, str) else None
+        if isinstance(part, Mapping):
+            kind = part.get("type", "text")
+            if kind not in ("text", "input_text", "output_text"):
+                raise ChatTemplateError(f"{where}[{i}] has type {kind!r}; only text is supported")
+            text = part.get("text")
+        if not isinstance(text, str):
+            raise ChatTemplateError(f"{where}[{i}] must be a text part with a text")
+        parts.append({"type": "text", "text": text})
+    return parts if keep_parts and parts else "\n".join(p["text"] for p in parts)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ChatTemplateError(f"{where}.function must be an object with a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (json.JSONDecodeError, RecursionError) as e:
+            raise ChatTemplateError(f"{where}.function.arguments is not valid JSON") from e
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping):
+        raise ChatTemplateError(f"{where}.function.arguments must be a JSON object")
+    return {**call, "function": {**function, "arguments": dict(arguments)}}
+
+
+def for_template(message: Message, template: str) -> Message:
+    """Roles and fields by the names that the template knows."""
+    role = message["role"]
+    if role == "developer" and "developer" not in template:
+        return {**message, "role": "system"}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if role != "assistant" or not reasoning:
+        return message
+    made = {**message, "reasoning_content": reasoning}
+    if "thinking" in template and not (message.get("content") and "tool_calls" in message):
+        made.setdefault("thinking", reasoning)
+    return made
+
+
+def with_null_content(message: Message) -> Message:
+    """Calls without text beside them have null content, and arguments as JSON text."""
+    if "tool_calls" not in message or message.get("content"):
+        return message
+    return as_text({**message, "content": None})
+
+
+def with_calls_in_content(message: Message) -> Message:
+    """Calls as hermes writes them, in the content."""
+    if "tool_calls" not in message or not isinstance(message["content"], str):
+        return message
+    calls = [
+        "<tool_call>\n"
+        + _dumps({"name": c["function"]["name"], "arguments": c["function"]["arguments"]})
+        + "\n</tool_call>"
+        for c in message["tool_calls"]
+    ]
+    kept = {k: v for k, v in message.items() if k != "tool_calls"}
+    return {**kept, "content": "\n".join([*filter(None, [message["content"]]), *calls])}
+
+
+def as_text(message: Message) -> Message:
+    """Arguments of calls as JSON text."""
+    calls = [
+        {**c, "function": {**c["function"], "arguments": _dumps(c["function"]["arguments"])}}
+        for c in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,33 @@
+"""Calls of functions in the text of an answer: a parser for each way that models write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxengine.frontend.tools.base import Event, Parser, Plain
+from jaxengine.frontend.tools.enforced import NamedCall, RequiredCalls
+from jaxengine.frontend.tools.hermes import hermes
+from jaxengine.frontend.tools.llama3_json import llama3_json
+from jaxengine.frontend.tools.mistral import mistral
+from jaxengine.frontend.tools.pythonic import pythonic
+from jaxengine.frontend.tools.qwen3 import qwen3
+
+__all__ = ["Event", "NamedCall", "Parser", "Plain", "RequiredCalls", "make_tool_parser"]
+
+
+def make_tool_parser(name: str, tools: Sequence[Mapping[str, Any]]) -> Parser:
+    """The parser called `name` (of --tool-call-parser; gpt-oss has one of its own for reasoning and
+    calls, `jaxengine.frontend.reasoning.Harmony`) for a request's tools."""
+    names = {tool["function"]["name"] for tool in tools}
+    if name == "hermes":
+        return hermes()
+    if name == "llama3_json":
+        return llama3_json(names)
+    if name == "mistral":
+        return mistral()
+    if name == "pythonic":
+        return pythonic(names)
+    if name in ("qwen3", "qwen3_coder"):
+        return qwen3(tools)
+    raise ValueError(f"there is no tool parser {name!r}")

@@ -1,0 +1,76 @@
+"""What tools and reasoning change: the constraint, the prompt, how the answer is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from jaxengine.engine.async_llm import AsyncLLM
+from jaxengine.frontend.reasoning import FINAL, Start, thinking_start
+from jaxengine.sampling_params import SamplingParams
+from jaxengine.server.answers import Style, is_harmony, make_parser, markers
+from jaxengine.server.errors import ApiError
+from jaxengine.server.protocol import ChatBody
+from jaxengine.server.tool_grammar import after_reasoning, enforced_calls, free_calls
+from jaxengine.server.tools import ToolChoice
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    params: SamplingParams
+    prompt: str  # may begin the answer
+    style: Style
+
+
+def plan_answer(
+    body: ChatBody, params: SamplingParams, tools: ToolChoice, prompt: str, engine: AsyncLLM
+) -> AnswerPlan:
+    """A constraint holds for what follows the reasoning. A model with channels (gpt-oss) has no
+    reasoning then: its answer begins in the final channel. Raises ApiError 400."""
+    config, tokenizer = engine.config.server, engine.tokenizer
+    assert tokenizer is not None  # the prompt was rendered
+    constraint = params.structured_outputs
+    ours = False
+    if tools.enforced:
+        constraint = enforced_calls(tools)
+    elif tools.mode == "auto" and (constraint is not None or tools.strict):
+        constraint, ours = free_calls(tools, constraint, config.tool_call_parser or ""), True
+    special = [
+        m for m in markers(config, tools) if tokenizer.tk.token_to_id(m) in tokenizer.special_ids
+    ]
+    start: Start = "outside"
+    if is_harmony(config):
+        if constraint is not None and not body.continue_final_message:
+            prompt += FINAL
+    elif config.reasoning_parser is not None:
+        start = thinking_start(config.reasoning_parser, prompt, _continued(body))
+        if constraint is not None and start != "outside":
+            if special:
+                raise ApiError(
+                    400,
+                    f"{special[0]} is a special token of this model, so that the answer's form "
+                    "cannot be enforced after reasoning: switch the reasoning off",
+                    param="response_format",
+                )
+            constraint = after_reasoning(constraint, start, ours)
+    params = replace(params, structured_outputs=constraint)
+    if special:
+        params = replace(params, skip_special_tokens=False)
+    constrained = constraint is not None
+    style = Style(
+        lambda: make_parser(config, tools, start, constrained),
+        reasoning=body.include_reasoning is not False,
+        calls=tools.mode != "none",
+        one_call=not tools.parallel,
+        short_ids=config.tool_call_parser == "mistral",
+    )
+    return AnswerPlan(params, prompt, style)
+
+
+def _continued(body: ChatBody) -> str:
+    """The text of the message that the answer goes on with; "" if it begins a new one."""
+    if not body.continue_final_message:
+        return ""
+    content = body.messages[-1].get("content")
+    return content if isinstance(content, str) and content else " "
