@@ -71,6 +71,7 @@ class StepResult:
     logprobs: NDArray[np.float32] | None = None
     ranks: Int32 | None = None  # [S]
     num_drafted: Int32 | None = None  # [S] drafts that were verified; None in a step without any
+    pooled: NDArray[np.float32] | None = None  # [S, D] sums of hidden states; None: nobody asked
     # per row: (ids [n, 1+K], logprobs [n, 1+K], ranks [n]) for the prompt positions
     # start+1 .. start+num_new of that row, where the row asked
     prompt_logprobs: dict[int, tuple[Int32, NDArray[np.float32], Int32]] = field(

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxengine.config import EngineConfig
@@ -30,13 +30,15 @@ from jaxengine.engine.messages import EngineOutputs, EngineReady, EngineStats
 from jaxengine.engine.stream import Kind, RequestStream
 from jaxengine.frontend.grammars import TooManyGrammarsError
 from jaxengine.frontend.output_processor import OutputProcessor
-from jaxengine.frontend.outputs import RequestOutput
+from jaxengine.frontend.outputs import EmbeddingOutput, RequestOutput
+from jaxengine.frontend.pooling import check_pooling, embedding_of, pooling_params
 from jaxengine.frontend.processor import InputProcessor, Prompt
 from jaxengine.frontend.validation import Limits
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxengine.engine.hub.remote import RemoteGroup
     from jaxengine.frontend.tokenizer import ChatTemplate, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ __all__ = [
     "served_name",
 ]
 
+MakeGroup = Callable[["AsyncLLM"], "RemoteGroup"]
 PauseMode = Literal["abort", "wait", "keep"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 
@@ -70,7 +73,9 @@ class AsyncLLM:
         *,
         core: str = wire.DEFAULT_CORE,
         skip_tokenizer_init: bool = False,
+        group: MakeGroup | None = None,
     ) -> None:
+        """`group` makes what stands for the engines: those of another process, say."""
         self.config = config
         self.ready = EngineReady()
         self.stats = EngineStats()
@@ -80,7 +85,8 @@ class AsyncLLM:
         length = config.model.max_model_len or 131072
         self.metrics = Metrics(served_name(config), length, local_ranks(config.data_parallel))
         self._skip_tokenizer = skip_tokenizer_init
-        self._group = EngineGroup(config, self.metrics.health, core)
+        self._group: EngineGroup | RemoteGroup
+        self._group = group(self) if group else EngineGroup(config, self.metrics.health, core)
         self.orders = Orders(self._group.board, self._group.order)
         self._waiting = WaitingRoom(config.scheduler)
         self._new_stats = asyncio.Event()
@@ -151,6 +157,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         placement: Placement = ANYWHERE,
+        pooling: str | None = None,
     ) -> RequestStream:
         """Check, tokenize and admit one request; its outputs come from the returned stream.
 
@@ -173,6 +180,7 @@ class AsyncLLM:
                 cache_salt=cache_salt,
                 arrival_time=arrival,
                 check_grammar=False,
+                pooling=pooling,
             ),
         )
         try:
@@ -212,6 +220,35 @@ class AsyncLLM:
         ) as stream:
             async for output in stream:
                 yield output
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        request_id: str | None = None,
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        placement: Placement = ANYWHERE,
+    ) -> EmbeddingOutput:
+        """One vector for a prompt: the model's final-normed hidden states, of the last token or
+        the mean of all (`pooling`). Raises as `add`, and RuntimeError when it was aborted."""
+        stream = await self.add(
+            prompt,
+            pooling_params(),
+            request_id,
+            kind="final",
+            priority=priority,
+            cache_salt=cache_salt,
+            placement=placement,
+            pooling=check_pooling(pooling),
+        )
+        async with stream:
+            async for output in stream:
+                return embedding_of(output, normalize, dimensions)
+        raise RuntimeError("the engine ended the request without an output")
 
     async def abort(self, request_id: str) -> None:
         """End every running request with this id; their streams end with finish_reason "abort"."""

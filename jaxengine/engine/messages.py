@@ -22,6 +22,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     bad_words_token_ids: list[list[int]] = []
     priority: int = 0
     cache_salt: str | None = None
+    pooling: str | None = None  # "last" | "mean": one vector of the prompt is wanted, no text
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -48,6 +49,7 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str | None = None
     # monotonic seconds of the engine process: queued, first scheduled
     times: tuple[float, float] | None = None
+    embedding: bytes | None = None  # float32, as pooled; not normalised
 
 
 class EngineStats(msgspec.Struct, omit_defaults=True):

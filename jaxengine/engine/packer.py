@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxengine.engine.messages import EngineRequest
+from jaxengine.engine.pooling import NO_ROW, pool_index
 from jaxengine.executor.base import Batch
 from jaxengine.sched.batch import (
     COLUMN,
@@ -110,6 +111,7 @@ class Packer:
             masked=plan.has_grammar,
             prompt_rows=[(shard, *where) for where in prompt_rows],
             prompt_targets=pack_targets(plan, bucket.tokens, prompt_rows) if prompt_rows else None,
+            pool_index=pool_index(plan, bucket.tokens),
         )
 
     def pack_verify(self, plan: StepPlan, block_tables: Sequence[Int32], bucket: Bucket) -> Batch:
@@ -171,12 +173,12 @@ def pack_step(
     tables: Sequence[Sequence[Int32]],
     choose: Choose,
 ) -> Batch:
-    """The batch of a step, a plan or None from every shard (one at least); all in one shape."""
+    """The batch of a step, a plan or None from every shard; all in one shape."""
     live = [plan for plan in plans if plan is not None]
     seeds = [[] if plan is None else p.seeds(plan) for p, plan in zip(packers, plans, strict=True)]
     bucket, rows = choose(
-        max(plan.num_tokens for plan in live),
-        max(plan.num_rows for plan in live),
+        max((plan.num_tokens for plan in live), default=0),
+        max((plan.num_rows for plan in live), default=0),
         all(plan.num_decode == plan.num_rows for plan in live),
         min(0 if plan is None else plan.num_tokens for plan in plans),
     )
@@ -197,6 +199,10 @@ def _join(packer: Packer, parts: list[Batch]) -> Batch:
         targets = np.concatenate(
             [none if p.prompt_targets is None else p.prompt_targets for p in parts]
         )
+    index = None
+    if any(part.pool_index is not None for part in parts):
+        nobody = np.full(parts[0].bucket.tokens, NO_ROW, np.int32)
+        index = np.concatenate([nobody if p.pool_index is None else p.pool_index for p in parts])
     # The device writes one record a shard at a time.
     rounds = max(len(part.seeds) for part in parts)
     nothing = [packer.no_slot_record()] * rounds
@@ -212,6 +218,7 @@ def _join(packer: Packer, parts: list[Batch]) -> Batch:
         masked=any(part.masked for part in parts),
         prompt_rows=prompt_rows,
         prompt_targets=targets,
+        pool_index=index,
     )
 
 

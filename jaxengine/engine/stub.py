@@ -7,6 +7,7 @@ in front of the engine (HTTP, tokenizing, ZMQ, detokenizing) without a device. N
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,11 @@ def canned_tokens(prompt: list[int], count: int) -> list[int]:
         last = next_token(last, len(prompt) + at)
         tokens.append(last)
     return tokens
+
+
+def _canned_vector(prompt: list[int]) -> bytes:
+    """Eight numbers that tell prompts apart."""
+    return struct.pack("<8f", *(float((sum(prompt) * (i + 1)) % 97 + 1) for i in range(8)))
 
 
 class _Sequence:
@@ -134,6 +140,9 @@ class StubEngineCore:
         if first and params.prompt_logprobs is not None:
             rows = [_logprobs(t, params.prompt_logprobs) for t in prompt[1:]]
             prompt_logprobs = [None, *rows]
+        embedding = None
+        if request.pooling is not None and finish is not None:
+            embedding = _canned_vector(prompt)
         return EngineOutput(
             request_id=request.request_id,
             new_token_ids=[token],
@@ -142,6 +151,7 @@ class StubEngineCore:
             finish_reason=finish,
             stop_reason=reason,
             times=(sequence.added, sequence.scheduled) if first else None,
+            embedding=embedding,
         )
 
     def stats(self) -> EngineStats:

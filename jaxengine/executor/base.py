@@ -35,6 +35,7 @@ class Batch:
     # (shard, row, first token, count) of rows that get prompt log-probabilities, and what to score
     prompt_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
     prompt_targets: Int32 | None = None
+    pool_index: Int32 | None = None  # of embeddings: the row that each token counts for
 
 
 class Executor(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -13,18 +13,17 @@ from jaxengine.executor.nodes import LeadingRunner
 from jaxengine.parallel import expert_load
 from jaxengine.runner.buckets import Overlap
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.runner.programs import Key
+from jaxengine.runner.programs import Key, Kind
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
 from jaxengine.sched.verify_batch import verify_bucket
-from jaxengine.speculate.verify import Lookup
+from jaxengine.speculate.drafter import Drafter
+from jaxengine.speculate.lookup import Lookup
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool
     from jaxengine.offload.jobs import Done, OffloadStep
     from jaxengine.offload.layout import KVLayout
-
-VERIFY_KINDS: tuple[Literal["verify", "accept"], ...] = ("verify", "accept")
 
 
 class InlineExecutor:
@@ -42,9 +41,10 @@ class InlineExecutor:
             runner.buckets,
             row_sizes,
             overlap,
-            ready=lambda key: programs.ready(Key(*key)),  # type: ignore[arg-type]
-            start=lambda key: programs.start([Key(*key)]),  # type: ignore[arg-type]
+            ready=lambda key: all(map(programs.ready, _with_notes(key, programs.drafter))),
+            start=lambda key: programs.start(_with_notes(key, programs.drafter)),
         )
+        self._row_sizes = row_sizes
         self._verify_buckets: list[Bucket] = []
         self._lazy = False
 
@@ -66,7 +66,11 @@ class InlineExecutor:
         if not self._lazy:
             full = warmup == "full" or (warmup == "auto" and jax.default_backend() != "cpu")
             buckets = [verify_bucket(*shape) for shape in shapes]
-            keys = [Key(kind, b) for b in buckets for kind in VERIFY_KINDS]
+            # Notes first: they are taken after the first step already.
+            plain = [Key("forward", b) for b in self._runner.buckets]
+            plain += [Key("sample", n) for n in self._row_sizes]
+            keys = [key for of in plain for key in _with_notes(of, programs.drafter)[1:]]
+            keys += [Key(kind, b) for b in buckets for kind in _kinds(programs.drafter)]
             programs.start(keys, urgent=full)
             if full:
                 programs.wait()
@@ -76,7 +80,9 @@ class InlineExecutor:
         fits = [b for b in self._verify_buckets if b.rows >= num_rows and b.drafts >= num_drafts]
         if self._lazy:
             return fits[0] if fits else None
-        ready = (b for b in fits if all(self._ready(kind, b) for kind in VERIFY_KINDS))
+        programs = self._runner.programs
+        kinds = _kinds(programs.drafter)
+        ready = (b for b in fits if all(programs.ready(Key(kind, b)) for kind in kinds))
         return next(ready, None)
 
     @property
@@ -125,5 +131,21 @@ class InlineExecutor:
         self._runner.close()
         expert_load.flush()
 
-    def _ready(self, kind: Any, size: Bucket | int) -> bool:
-        return self._runner.programs.ready(Key(kind, size))
+
+def _kinds(drafter: Drafter | None) -> tuple[Kind, ...]:
+    """The programs of a step with drafts."""
+    if drafter is None:
+        return "lookup", "verify", "accept"
+    if drafter.layers is not None and drafter.reads_hidden:
+        return "draft", "verify", "accept", "follow"
+    return "draft", "verify", "accept"
+
+
+def _with_notes(key: tuple[str, Bucket | int], drafter: Drafter | None) -> list[Key]:
+    """A program of steps without drafts, and what the drafter runs behind it."""
+    keys = [Key(*key)]  # type: ignore[arg-type]
+    if drafter is not None and key[0] == "forward" and drafter.layers is not None:
+        keys.append(Key("follow", key[1]))
+    if drafter is not None and key[0] == "sample" and drafter.remembers:
+        keys.append(Key("remember", key[1]))
+    return keys

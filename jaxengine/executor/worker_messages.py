@@ -56,10 +56,11 @@ class WireBatch(msgspec.Struct, array_like=True):
     masked: bool
     prompt_rows: list[tuple[int, int, int, int]]
     prompt_targets: Array | None
+    pool_index: Array | None
 
     @staticmethod
     def of(batch: Batch) -> WireBatch:
-        targets = batch.prompt_targets
+        targets, index = batch.prompt_targets, batch.pool_index
         return WireBatch(
             batch.bucket,
             Array.of(batch.blob),
@@ -71,10 +72,11 @@ class WireBatch(msgspec.Struct, array_like=True):
             batch.masked,
             batch.prompt_rows,
             None if targets is None else Array.of(targets),
+            None if index is None else Array.of(index),
         )
 
     def batch(self) -> Batch:
-        targets = self.prompt_targets
+        targets, index = self.prompt_targets, self.pool_index
         return Batch(
             self.bucket,
             self.blob.numpy(),
@@ -86,6 +88,7 @@ class WireBatch(msgspec.Struct, array_like=True):
             self.masked,
             self.prompt_rows,
             None if targets is None else targets.numpy(),
+            None if index is None else index.numpy(),
         )
 
 
@@ -235,7 +238,13 @@ class TransfersDone(msgspec.Struct, tag=True):
     shards: list[list[Done]]
 
 
-Reply = Description | StartFailed | StepDone | StepFailed | Answer | Programs | TransfersDone
+class Alive(msgspec.Struct, tag=True):
+    """Sent every second: the process runs, whatever its device does."""
+
+
+Reply = (
+    Description | StartFailed | StepDone | StepFailed | Answer | Programs | TransfersDone | Alive
+)
 
 
 _LENGTH = struct.Struct("<Q")

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxengine.frontend.logprobs import PositionLogprobs
 
 OutputKind = Literal["delta", "cumulative", "final"]
@@ -53,6 +56,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    embedding: bytes | None = None  # float32 as the model pooled it; see `EmbeddingOutput`
 
     @property
     def finished(self) -> bool:
@@ -76,6 +80,15 @@ class RequestOutput:
     def error(self) -> str | None:
         """The text of the first completion that ended with an error."""
         return next((o.error for o in self.outputs if o.error is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """What `embed` gives: the vector [D], of length 1 unless asked otherwise."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    embedding: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

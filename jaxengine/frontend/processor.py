@@ -86,6 +86,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
         check_grammar: bool = True,
+        pooling: str | None = None,
     ) -> ProcessedRequest:
         """Check and tokenize one request. Raises RequestError; nothing is kept here.
 
@@ -120,6 +121,7 @@ class InputProcessor:
                 bad_words_token_ids=bad_words,
                 priority=priority,
                 cache_salt=salt,
+                pooling=pooling,
             )
             for i in range(checked.n)
         ]

@@ -35,6 +35,7 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    embedding: bytes | None = None
     context: list[int] = field(default_factory=list)  # last ids, for texts of split characters
 
     def add(self, output: EngineOutput) -> int:
@@ -42,6 +43,7 @@ class Completion:
         (fewer where a stop string completed before the last)."""
         ids = output.new_token_ids
         matched = None
+        self.embedding = output.embedding
         if self.detokenizer is None:
             kept = len(ids)
         else:
@@ -85,6 +87,7 @@ class Completion:
             self.finish_reason,
             self.stop_reason,
             self.error,
+            self.embedding,
         )
         if keep:
             self.text = [output.text]

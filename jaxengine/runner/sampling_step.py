@@ -67,6 +67,14 @@ def score_prompt(
     return jnp.concatenate([ranks[:, None], ids, _bits(values)], axis=1)
 
 
+def pool_rows(
+    hidden: Float[Array, "T D"], index: Int[Array, "T"], num_rows: int
+) -> Float[Array, "S D"]:
+    """For every row the sum of its tokens' hidden states; `index` says whose a token is, a number
+    out of range: nobody's."""
+    return jax.ops.segment_sum(hidden.astype(jnp.float32), index, num_rows)
+
+
 def sampling_inputs(part: dict[str, Array], slots: SlotState) -> SamplingInputs:
     """The sampler's view of the rows; per-slot lists are gathered and flattened over rows."""
     record = part["sampling"]

@@ -33,5 +33,6 @@ def warmup_keys(
     rest = [Key("forward", b) for b in (*mixed, *decode, *halves)]
     rest += [Key("sample", n) for n in row_sizes]
     rest += [Key("score", b.tokens) for b in mixed]
-    order = [*first_keys(buckets, row_sizes), *largest, *rest, Key("seed")]
+    rest += [Key("seed"), *(Key("pool", b.tokens) for b in mixed)]
+    order = [*first_keys(buckets, row_sizes), *largest, *rest]
     return list(dict.fromkeys(order))

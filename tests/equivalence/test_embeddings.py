@@ -1,0 +1,89 @@
+"""Embeddings are the final-normed hidden states, however the prompt was computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.engine.core import EngineCore
+from jaxengine.frontend.validation import RequestError
+from jaxengine.runner.forward import forward
+from jaxengine.runner.state import new_state
+from jaxengine.sched.batch import pack
+from jaxengine.sched.request import Request
+from jaxengine.sched.scheduler import Scheduler
+
+LLAMA = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens/llama"
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 40, 33, 2)]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(
+        str(LLAMA),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,  # prompts come in chunks
+        num_gpu_blocks_override=24,
+        block_size=4,
+        warmup="lazy",
+    )
+
+
+def hidden_states(llm: LLM, prompt: list[int]) -> np.ndarray:
+    """[T, D] by the model itself, the whole prompt in one pass, with no engine around it."""
+    core = llm._core
+    assert isinstance(core, EngineCore)
+    built = core.built
+    scheduler = Scheduler(dataclasses.replace(built.planner, max_num_batched_tokens=64))
+    scheduler.add(Request("x", prompt, max_tokens=1))
+    plan = scheduler.schedule()
+    mixed = next(b for b in built.runner.buckets if not b.decode_only)
+    bucket = dataclasses.replace(mixed, tokens=64)
+    num_slots = built.slot_shape.num_slots
+    blob = pack(plan, bucket, built.batch_shape, scheduler.block_tables, num_slots)
+    kv, slots = new_state(built.runner._shapes)
+    config = built.runner.programs._config
+    _, out = forward(config, bucket, built.runner.params, kv, slots.last_token, jnp.asarray(blob))
+    return np.asarray(out.hidden)[: len(prompt)]
+
+
+def test_last_and_mean(llm: LLM) -> None:
+    for pooling in ("last", "mean"):
+        found = llm.embed(PROMPTS, use_tqdm=False, pooling=pooling, normalize=False)
+        for prompt, output in zip(PROMPTS, found, strict=True):
+            states = hidden_states(llm, prompt)
+            wanted = states[-1] if pooling == "last" else states.mean(0)
+            assert output.prompt_token_ids == prompt
+            np.testing.assert_allclose(output.embedding, wanted, rtol=2e-4, atol=2e-4)
+
+
+def test_beside_others_and_cut(llm: LLM) -> None:
+    """A vector does not depend on what runs with it, on cached prefixes or on preemption."""
+    alone = [llm.embed(p, use_tqdm=False, pooling="mean")[0].embedding for p in PROMPTS]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    llm.generate([PROMPTS[3], PROMPTS[4]], params, use_tqdm=False)  # prefixes are cached now
+    together = [o.embedding for o in llm.embed(PROMPTS * 3, use_tqdm=False, pooling="mean")]
+    for i, vector in enumerate(together):
+        np.testing.assert_allclose(vector, alone[i % len(PROMPTS)], atol=1e-5)
+        assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-5)
+    (short,) = llm.embed(PROMPTS[1], use_tqdm=False, pooling="mean", dimensions=8)
+    head = alone[1][:8] / np.linalg.norm(alone[1][:8])
+    np.testing.assert_allclose(short.embedding, head, atol=1e-5)
+
+
+def test_refusals(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="dimensions 1000 are more"):
+        llm.embed(PROMPTS[1], use_tqdm=False, dimensions=1000)
+    with pytest.raises(RequestError, match="pooling must be last or mean"):
+        llm.embed(PROMPTS[1], use_tqdm=False, pooling="max")
+    with pytest.raises(RequestError):
+        llm.embed([[]], use_tqdm=False)
