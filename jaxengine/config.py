@@ -7,8 +7,17 @@ under it) is its help text. Nothing here imports JAX.
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+log = logging.getLogger(__name__)
+
+ToolCallParser = Literal[
+    "gpt-oss", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3", "qwen3_coder"
+]
+ReasoningParser = Literal["deepseek_r1", "gpt-oss", "openai_gptoss", "qwen3"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,8 @@ class ModelConfig:
     """Branch, tag or commit on the hub."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations; auto takes the checkpoint's (GGUF: the platform's best)."""
+    pooler_config: str | dict[str, Any] | None = None
+    """JSON for /v1/embeddings: pooling_type (LAST | MEAN), normalize (true)."""
     quantization: Literal["int8"] | None = None
     """int8: weights and activations in 8 bits where that is faster (CPU)."""
     max_model_len: int | None = None
@@ -156,6 +167,13 @@ class FaultConfig:
     inject_faults: str | None = None
     """JSON list of faults for drills: raise, oom, hang, kill, exit, slow at a step of a rank."""
 
+    def __post_init__(self) -> None:
+        """Settings of fault tolerance ask for it: they would do nothing without."""
+        for name in ("fault_tolerance_config", "inject_faults"):
+            if getattr(self, name) and not self.enable_fault_tolerance:
+                log.warning("%s turns enable_fault_tolerance on", name)
+                object.__setattr__(self, "enable_fault_tolerance", True)
+
 
 @dataclass(frozen=True)
 class RunnerConfig:
@@ -175,12 +193,34 @@ class ServerConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on."""
+    uds: str | None = None
+    """Listen on this Unix socket instead."""
+    root_path: str = ""
+    """Path under which a proxy shows the server, such as /llm."""
+    ssl_keyfile: str | None = None
+    """PEM file of the TLS key; with ssl_certfile the server speaks https."""
+    ssl_certfile: str | None = None
+    """PEM file of the TLS certificate."""
+    ssl_ca_certs: str | None = None
+    """PEM file of the authorities whose client certificates are accepted."""
+    ssl_cert_reqs: Literal[0, 1, 2] = 0
+    """Client certificates: 0 none, 1 checked if sent, 2 needed."""
     api_key: str | None = None
     """Key that clients must send as a bearer token."""
+    admin_api_key: str | None = None
+    """Key for the admin routes (and all others); default: api_key opens these too."""
+    api_server_count: int = 1
+    """Processes that answer HTTP, tokenize and detokenize before one set of engines."""
     served_model_name: str | None = None
     """Name in /v1/models and responses; default: the model argument."""
     allowed_origins: list[str] = field(default_factory=list)
-    """CORS origins."""
+    """CORS origins; none: no CORS headers."""
+    allowed_methods: list[str] = field(default_factory=lambda: ["*"])
+    """CORS methods."""
+    allowed_headers: list[str] = field(default_factory=lambda: ["*"])
+    """CORS headers."""
+    allow_credentials: bool = False
+    """CORS: browsers may send cookies."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests get to finish on SIGTERM."""
     max_request_bytes: int = 32 * 1024 * 1024
@@ -189,8 +229,26 @@ class ServerConfig:
     """Log level."""
     disable_log_stats: bool = False
     """No periodic status line."""
+    disable_access_log: bool = False
+    """No log line for each HTTP request."""
     metrics_compat: Literal["none", "vllm"] = "none"
     """vllm: export the metrics under vllm: too."""
+    enable_auto_tool_choice: bool = False
+    """Find the model's own calls of tools in its answers (tool_choice "auto"), as
+    tool_call_parser reads them."""
+    tool_call_parser: ToolCallParser | None = None
+    """How the model writes calls of tools."""
+    reasoning_parser: ReasoningParser | None = None
+    """How the model marks its reasoning, which then goes out apart, as reasoning_content."""
+    default_chat_template_kwargs: str | dict[str, Any] | None = None
+    """JSON: variables of the chat template that requests do not set (chat_template_kwargs)."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Leave the tools out of the prompt when tool_choice is none."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP) for a span of every request; needs the
+    extra otel."""
+    profiler_dir: str | None = None
+    """Folder for the traces of /start_profile; without it there is no profiling."""
 
 
 @dataclass(frozen=True)
@@ -228,3 +286,15 @@ PARTS: dict[str, Any] = {
     "runner": RunnerConfig,
     "server": ServerConfig,
 }
+
+
+def template_kwargs(given: str | dict[str, Any] | None) -> dict[str, Any]:
+    """default_chat_template_kwargs as a mapping. Raises ValueError naming the flag."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"--default-chat-template-kwargs is not valid JSON: {error}") from None
+    if given is not None and not isinstance(given, dict):
+        raise ValueError("--default-chat-template-kwargs must be a JSON object")
+    return given or {}

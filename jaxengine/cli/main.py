@@ -73,6 +73,41 @@ def generate(
     return run_generate(to_config(model, options), text, max_tokens, temperature)
 
 
+@app.command(name="run-batch")
+def run_batch(
+    *,
+    input_file: Annotated[str, Parameter(name=["--input-file", "-i"])],
+    output_file: Annotated[str, Parameter(name=["--output-file", "-o"])],
+    max_concurrency: int = 256,
+    progress: bool = True,
+    options: Options | None = None,
+) -> int:
+    """Answer a file of requests (OpenAI's batch format) with an engine of its own.
+
+    The model is given by --model. Exit code 1 when a request was not answered.
+
+    Parameters
+    ----------
+    input_file
+        A JSON object a line: custom_id, method, url, body; "-" is standard input.
+    output_file
+        An answer a line, in the order of the requests; "-" is standard output.
+    max_concurrency
+        Most requests at once.
+    progress
+        Show a progress bar.
+    """
+    from jaxengine.cli.run_batch import run_batch as run
+
+    return run(
+        to_config(None, options),
+        input_file,
+        output_file,
+        max_concurrency=max_concurrency,
+        progress=progress,
+    )
+
+
 @app.command
 def chat(
     url: Annotated[str, Parameter(name="--url")] = "http://127.0.0.1:8000",

@@ -21,6 +21,7 @@ from jaxengine.config import (
     RunnerConfig,
     SchedulerConfig,
     ServerConfig,
+    template_kwargs,
 )
 
 
@@ -76,6 +77,7 @@ _POSITIVE = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_request_bytes",
+    "api_server_count",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "attention_data_parallel_size",
@@ -106,6 +108,15 @@ def check(config: EngineConfig) -> None:
         raise ValueError(f"--gpu-memory-utilization must be above 0 and at most 1, got {given}")
     if not 0 <= flat["watermark"] < 1:
         raise ValueError(f"--watermark must be from 0 to below 1, got {flat['watermark']}")
+    if flat["enable_auto_tool_choice"] and flat["tool_call_parser"] is None:
+        raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
+    parsers = (config.server.reasoning_parser, config.server.tool_call_parser)
+    channels = [p in ("gpt-oss", "openai", "openai_gptoss") for p in parsers if p is not None]
+    if any(channels) and not all(channels):
+        raise ValueError(
+            f"--reasoning-parser {parsers[0]} does not go with --tool-call-parser {parsers[1]}"
+        )
+    template_kwargs(config.server.default_chat_template_kwargs)
     if not 0 <= flat["port"] <= 65535:
         raise ValueError(f"--port must be between 0 and 65535, got {flat['port']}")
     if flat["max_logprobs"] < -1:

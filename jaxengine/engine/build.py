@@ -14,9 +14,12 @@ import numpy as np
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig, ParallelConfig
+from jaxengine.engine.cache_counts import CacheCounts
 from jaxengine.engine.divide import cache_spec, divide, expert_tables, place_experts
+from jaxengine.engine.dp.coupling import member_of
 from jaxengine.executor.inline import InlineExecutor
-from jaxengine.executor.nodes import LeadingRunner, join_nodes
+from jaxengine.executor.nodes import join_nodes, over_processes
+from jaxengine.executor.shards import equal_pools
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.cache import cache_bytes_per_token
 from jaxengine.models.layout import Stage, StepLayout
@@ -35,6 +38,7 @@ from jaxengine.runner.warmup import first_keys, warmup_keys
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.config import GroupSpec, PlannerConfig
 from jaxengine.sched.slot_record import SlotShape
+from jaxengine.speculate.open_drafter import Target, find_drafter
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.load import checkpoint_dtype, load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
@@ -70,6 +74,7 @@ def build(config: EngineConfig) -> Built:
     _offer_cpu_devices(config.parallel)
     join_nodes(config.parallel)
     _use_compilation_cache(config.runner.compilation_cache_dir)
+    counts = CacheCounts()
     files = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
     spec = load_spec(files)
     dtype = _dtype(config.model.dtype, checkpoint_dtype(files))
@@ -79,9 +84,14 @@ def build(config: EngineConfig) -> Built:
         config.runner.attention_backend, spec, kv_dtype, config.cache.block_size, on_cpu
     )
     layout = divide(config.parallel, layout, spec)
-    stages = make_stages(layout, config.parallel.pipeline_parallel_size)
+    member = member_of(config)
+    stages = make_stages(layout, config.parallel.pipeline_parallel_size, member is not None)
     devices = stages[-1]
-    planner = plan_sizes(config, spec, kv_dtype, block_size, layout)
+    prospect = find_drafter(config, Target(files, spec, dtype, layout, block_size))
+    drafter_bytes = 0 if prospect is None else prospect.token_bytes
+    planner = plan_sizes(config, spec, kv_dtype, block_size, layout, drafter_bytes)
+    if member is not None:
+        planner = equal_pools(planner)
     stored = for_context(spec, planner.max_model_len)  # as in the checkpoint
     spec, placement = place_experts(config.parallel, stored)
     if layout.record_experts and spec.moe is not None:
@@ -120,7 +130,10 @@ def build(config: EngineConfig) -> Built:
     if layout.dbo:
         parallel = config.parallel
         overlap = Overlap(parallel.dbo_decode_token_threshold, parallel.dbo_prefill_token_threshold)
-    programs = Programs(step, shapes, state, slot_shape, stages=stages, specs=specs)
+    drafter = None if prospect is None else prospect.open(step, shapes)
+    programs = Programs(
+        step, shapes, state, slot_shape, stages=stages, specs=specs, drafter=drafter
+    )
     warmup = _warmup(config.runner.warmup)
     if warmup != "lazy":
         programs.start(first_keys(buckets, sizes), urgent=True)
@@ -156,7 +169,7 @@ def build(config: EngineConfig) -> Built:
     try:
         params = load()
         loaded = time.monotonic()
-        runner = ModelRunner(params, state, programs, buckets, load, devices)
+        runner = ModelRunner(params, state, programs, buckets, load, devices, drafter)
         executor = InlineExecutor(runner, sizes, overlap)
         if warmup != "lazy":
             # Not earlier: tracing is Python, and would hold up the loader's threads.
@@ -170,8 +183,8 @@ def build(config: EngineConfig) -> Built:
     except BaseException:
         programs.shutdown()
         raise
-    if config.parallel.nnodes > 1 and config.parallel.node_rank == 0:
-        executor = InlineExecutor(LeadingRunner(runner, config), sizes, overlap)
+    if config.parallel.nnodes > 1:
+        executor = InlineExecutor(over_processes(runner, config, devices), sizes, overlap)
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     info = {
         "model": files.name,
@@ -179,9 +192,11 @@ def build(config: EngineConfig) -> Built:
         "weights MiB": f"{weight_bytes / 2**20:.0f}",
         "KV blocks": f"{planner.num_blocks} of {planner.block_size} tokens",
         "KV tokens": str(planner.num_blocks * planner.block_size),
-        "programs": f"{len(buckets)} buckets, warm-up {warmup}",
+        "programs": f"{len(buckets)} buckets, warm-up {warmup}; {counts}",
         "seconds": f"{loaded - started:.1f} load, {time.monotonic() - loaded:.1f} after",
     }
+    if drafter is not None:
+        info["drafter"] = drafter.method
     return Built(
         executor,
         planner,
@@ -251,9 +266,15 @@ def _dtype(setting: str, stored: str) -> str:
 
 
 def plan_sizes(
-    config: EngineConfig, spec: DecoderSpec, kv_dtype: Any, block_size: int, layout: StepLayout
+    config: EngineConfig,
+    spec: DecoderSpec,
+    kv_dtype: Any,
+    block_size: int,
+    layout: StepLayout,
+    drafter_bytes: int = 0,
 ) -> PlannerConfig:
-    """Resolve every size the planner needs; raises ValueError naming the setting."""
+    """Resolve every size the planner needs; raises ValueError naming the setting. `drafter_bytes`:
+    a token's KV in the drafter, beside the model's."""
     on_cpu = jax.default_backend() == "cpu"
     sched, cache, stages = config.scheduler, config.cache, config.parallel.pipeline_parallel_size
     max_num_seqs = sched.max_num_seqs or (64 if on_cpu else 256)
@@ -275,7 +296,7 @@ def plan_sizes(
         )
     max_model_len = wanted or spec.max_position
     itemsize = jnp.dtype(kv_dtype).itemsize
-    token_bytes = cache_bytes_per_token(spec, itemsize, layout)
+    token_bytes = cache_bytes_per_token(spec, itemsize, layout) + drafter_bytes
     block_bytes = token_bytes * block_size
     num_blocks = cache.num_gpu_blocks_override
     if num_blocks is None:

@@ -9,6 +9,9 @@ A step with grammars samples apart from its forward, when the masks are known: a
 tokens before it are known, else as soon as the step before it has been reconciled. Either way the
 masks are worked out while the forward runs.
 
+A rank that shares experts with others agrees with them on every step (`engine.dp.lockstep`); it
+runs a step without tokens when only they have work.
+
 Depth 1 is the synchronous engine, depth 2 the asynchronous one; there is no second loop.
 """
 
@@ -23,6 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig
+from jaxengine.engine.dp.coupling import member_of
+from jaxengine.engine.dp.exchange import Interrupted
+from jaxengine.engine.dp.lockstep import Lockstep, make_lockstep
 from jaxengine.engine.grammars import Grammars
 from jaxengine.engine.messages import (
     INVALID_REQUEST,
@@ -32,11 +38,16 @@ from jaxengine.engine.messages import (
     EngineStats,
 )
 from jaxengine.engine.packer import Packer, pack_step
+from jaxengine.engine.pooling import Pooled
+from jaxengine.engine.profile import Profiler
 from jaxengine.engine.results import PromptLogprobs, logprobs_of
+from jaxengine.engine.step_figures import StepFigures
 from jaxengine.engine.transfers import Transfers
+from jaxengine.engine.wire import WaveNotice
 from jaxengine.executor.base import Batch, Executor, Verifier
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_build import WorkerBuilt, build_worker
+from jaxengine.executor.worker_process import PeerFailed, WorkerDied
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
@@ -102,11 +113,14 @@ class EngineCore:
         )
         self._plan_afresh()
         self._inflight: deque[InFlight] = deque()
+        self._lockstep: Lockstep | None = make_lockstep(config, built.executor)
+        self._next_port: int | None = None  # of the coupled group that `recover` joins
         self._grammars = Grammars(config, built.spec.vocab_size)
         self._sleep_level = 0
         self._last_done = 0.0  # when the last result came
+        self._profiler, self._figures = Profiler(config), StepFigures()
         self._outputs: list[EngineOutput] = []  # made outside of steps
-        self._prompt_logprobs = PromptLogprobs()
+        self._prompt_logprobs, self._pooled = PromptLogprobs(), Pooled()
         self._stats = EngineStats(
             pipeline_depth=self.depth, num_blocks=built.planner.num_blocks * len(shards)
         )
@@ -161,13 +175,19 @@ class EngineCore:
     def abort_requests(self, request_ids: list[str]) -> None:
         """End these; unknown ids are skipped. No output is made for them."""
         for request in self.scheduler.abort(request_ids):
-            self._prompt_logprobs.drop(request.request_id)
+            self._forget(request.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """What was collected of its prompt."""
+        self._prompt_logprobs.drop(request_id)
+        self._pooled.drop(request_id)
 
     def _make_request(self, wire: EngineRequest) -> Request:
         params = wire.params
         limit = self.built.planner.max_model_len - len(wire.prompt_token_ids)
         # Positions that are not computed have no logits.
         skip_cache = bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None
+        skip_cache |= wire.pooling == "mean"
         grammar = self._grammars.matcher(wire)
         return Request(
             wire.request_id,
@@ -188,15 +208,35 @@ class EngineCore:
     # -- the loop ---------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        busy = bool(self._outputs or self._inflight) or self.scheduler.has_work()
+        if self._outputs or self._is_busy():
+            return True
+        return self._lockstep is not None and self._lockstep.running
+
+    def _is_busy(self) -> bool:
+        busy = bool(self._inflight) or self.scheduler.has_work()
         return busy or self._transfers.has_pending()
 
     def step(self) -> list[EngineOutput]:
-        """One turn of the loop; may return nothing. An exception leaves device state undefined."""
+        """One turn of the loop; may return nothing. An exception leaves device state undefined,
+        and ends the worker of a coupled rank: those of the others wait for it in vain."""
+        if self._lockstep is None:
+            return self._step()
+        try:
+            return self._step()
+        except Interrupted:
+            return []
+        except Exception as error:
+            if self._worker is not None:
+                self._worker.abandon(_as_death(error))
+            raise
+
+    def _step(self) -> list[EngineOutput]:
         began = time.perf_counter()
         self._end_failed_grammars()
         self._end_failed_loads()
         outputs, self._outputs = self._outputs, []
+        if self._lockstep is not None and not self._lockstep.takes_part(self._is_busy()):
+            return outputs
         planned = False
         if len(self._inflight) < self.depth:
             planned = self._plan_ahead()
@@ -219,6 +259,8 @@ class EngineCore:
         plans = [shard.schedule() if shard.has_work() else None for shard in self._shards]
         live = [plan for plan in plans if plan is not None]
         self._transfers.dispatch(plans)
+        if self._lockstep is not None:
+            return self._submit_together(self._lockstep, plans)
         if not live:
             return False
         num_drafts = 0
@@ -230,13 +272,31 @@ class EngineCore:
         else:
             batch = pack_step(self._packers, plans, tables, self.executor.choose)
         handle = self.executor.submit(batch)
-        step = InFlight(plans, batch, handle, batch.masked, num_drafts)
-        self._inflight.append(step)
-        if batch.masked and not any(plan.pending_grammar for plan in live):
-            self._sample(step)
-        self._stats.num_steps += 1
-        self._stats.step_tokens += sum(plan.num_tokens for plan in live)
+        self._submitted(InFlight(plans, batch, handle, batch.masked, num_drafts))
         return True
+
+    def _submit_together(self, lockstep: Lockstep, plans: list[StepPlan | None]) -> bool:
+        """The step of coupled ranks: in the shape that they agree on, without tokens if it must."""
+        agreed = lockstep.agree(plans, self._is_busy())
+        shape = agreed.shape
+        if shape is None:
+            return False
+        tables = [shard.block_tables for shard in self._shards]
+        batch = pack_step(self._packers, plans, tables, lambda *_: shape)
+        assert self._worker is not None
+        handle = self._worker.submit(batch, agreed.cold)
+        self._submitted(InFlight(plans, batch, handle, batch.masked))
+        return True
+
+    def _submitted(self, step: InFlight) -> None:
+        self._inflight.append(step)
+        live = [plan for plan in step.plans if plan is not None]
+        if step.batch.masked and not any(plan.pending_grammar for plan in live):
+            self._sample(step)
+        if live:
+            self._figures.submitted(step.batch.bucket)
+            self._stats.num_steps += 1
+            self._stats.step_tokens += sum(plan.num_tokens for plan in live)
 
     def _publish_events(self) -> None:
         if self._events is not None:
@@ -293,7 +353,13 @@ class EngineCore:
     def _reconcile(self, shard: Scheduler, plan: StepPlan, result: StepResult) -> UpdateBatch:
         for row, part in result.prompt_logprobs.items():
             self._prompt_logprobs.add(plan.requests[row], int(plan.start[row]), part)
-        return shard.update(plan, result)
+        if result.pooled is not None:
+            for row, request in enumerate(plan.requests):
+                if request.params.wire.pooling is not None:
+                    self._pooled.add(request, int(plan.start[row]), result.pooled[row])
+        updates = shard.update(plan, result)
+        self._figures.reconciled(plan, len(updates))
+        return updates
 
     def _output(self, update: RequestUpdate, result: StepResult) -> EngineOutput:
         request = update.request
@@ -313,6 +379,8 @@ class EngineCore:
         )
         if wire.params.prompt_logprobs is not None and update.first == 0:
             output.prompt_logprobs = self._prompt_logprobs.take(request)
+        if wire.pooling is not None and update.finish_reason != "error":
+            output.embedding = self._pooled.take(request)
         if update.first == 0:
             output.times = (request.queued_time, request.first_scheduled_time)
         if update.finish_reason == "error":
@@ -346,7 +414,7 @@ class EngineCore:
         nothing of the device. No outputs are made; the caller knows whom to tell."""
         self._inflight.clear()
         self._outputs.clear()
-        self._prompt_logprobs = PromptLogprobs()
+        self._prompt_logprobs, self._pooled = PromptLogprobs(), Pooled()
         try:
             self.scheduler.on_fault()
             self.scheduler.abort()
@@ -361,7 +429,9 @@ class EngineCore:
 
         Raises what the executor raises; may be called again then.
         """
-        if respawn:
+        if self._lockstep is not None:
+            self._rejoin(self._lockstep)
+        elif respawn:
             if self._worker is None:
                 raise ValueError("respawn needs --enable-fault-tolerance")
             self._worker.respawn()
@@ -369,6 +439,44 @@ class EngineCore:
                 self._worker.sleep(self._sleep_level)
         elif not self._sleep_level:  # who sleeps has no state to lose
             self.executor.reset()
+
+    @property
+    def group_port(self) -> int | None:
+        """Where the coupled group lives that this rank belongs to; None for an engine alone."""
+        return None if self._lockstep is None else self._lockstep.port
+
+    def group_broke(self, port: int) -> None:
+        """A rank of the coupled group at `port` failed. Any thread may call it: the worker is
+        killed, and whoever waits for it learns of that."""
+        if self._worker is not None:
+            self._worker.abandon(PeerFailed("another rank of the group failed"), port)
+
+    def bind_waves(self, report: Callable[[WaveNotice], None]) -> None:
+        """`report` tells the front of waves, which wakes the other ranks."""
+        if self._lockstep is not None:
+            self._lockstep.bind(report)
+
+    def start_wave(self, notice: WaveNotice) -> None:
+        """Another rank of the group has work."""
+        if self._lockstep is not None:
+            self._lockstep.start_wave(notice)
+
+    def stop_waiting(self) -> None:
+        """Wait for other ranks no more: the engine is to stop. Any thread may call it."""
+        if self._lockstep is not None:
+            self._lockstep.stopping.set()
+
+    def join_group(self, port: int) -> None:
+        """The next `recover` joins the coupled group at `port`."""
+        self._next_port = port
+
+    def _rejoin(self, lockstep: Lockstep) -> None:
+        port, self._next_port = self._next_port, None
+        if port is None:
+            raise ValueError("ranks that share experts are respawned together, in a new group")
+        assert self._worker is not None
+        lockstep.renew(port)
+        self._worker.respawn(port)
 
     # -- figures and calls ------------------------------------------------------------------
 
@@ -387,6 +495,9 @@ class EngineCore:
         stats.extra |= self._transfers.stats()
         if self._speculator is not None:
             stats.extra |= self._speculator.stats.figures()
+        if self._lockstep is not None:
+            stats.extra |= self._lockstep.figures()
+        stats.extra |= self._figures.figures(self._sleep_level)
         return stats
 
     def utility(self, method: str, args: list[Any]) -> Any:
@@ -401,6 +512,8 @@ class EngineCore:
             "wake_up": self._wake_up,
             "is_sleeping": lambda: self._sleep_level > 0,
             "wait_warm": self.executor.wait_warm,
+            "start_profile": self._profiler.start,
+            "stop_profile": self._profiler.stop,
         }
         if method not in calls:
             raise ValueError(f"unknown call {method!r}")
@@ -415,7 +528,7 @@ class EngineCore:
     def _pause(self, mode: str = "wait") -> None:
         """abort: running requests end now; wait: they finish first; keep: they stand still."""
         for request in self.scheduler.pause(mode):
-            self._prompt_logprobs.drop(request.request_id)
+            self._forget(request.request_id)
             self._outputs.append(EngineOutput(request.request_id, [], finish_reason="abort"))
 
     def _resume(self) -> None:
@@ -427,6 +540,8 @@ class EngineCore:
         """Abort what runs and give the device's memory back. Raises ValueError for the level."""
         if level not in (1, 2):
             raise ValueError(f"sleep level must be 1 or 2, got {level}")
+        if self._lockstep is not None:
+            raise ValueError("ranks that share experts cannot sleep")
         if self._sleep_level:
             return
         self._pause("abort")
@@ -456,21 +571,28 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self._inflight.clear()
+        self._profiler.close()
         self._grammars.shutdown()
         if self._events is not None:
             self._events.close()
+        if self._lockstep is not None:
+            self._lockstep.close()
         self.executor.shutdown()
         self._transfers.close()  # after the device, which writes into its memory
 
 
 def _build(config: EngineConfig) -> Built | WorkerBuilt:
-    if config.fault.enable_fault_tolerance:
+    if config.fault.enable_fault_tolerance or member_of(config) is not None:
         return build_worker(config)
     platform.setup()
     # JAX must not be imported before platform.setup().
     from jaxengine.engine.build import build
 
     return build(config)
+
+
+def _as_death(error: Exception) -> WorkerDied:
+    return error if isinstance(error, WorkerDied) else WorkerDied(f"a step failed: {error}")
 
 
 def _speculation(config: EngineConfig) -> SpeculativeConfig | None:

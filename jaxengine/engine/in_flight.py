@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol
 
 from jaxengine.engine.admission import UnavailableError, WaitingRoom
 from jaxengine.engine.client import EngineDeadError
 from jaxengine.engine.dp.balancer import ANYWHERE, Placement
-from jaxengine.engine.dp.placing import Placer
-from jaxengine.engine.messages import EngineOutput
+from jaxengine.engine.messages import EngineOutput, EngineRequest
 from jaxengine.engine.stream import Kind, RequestStream
 from jaxengine.frontend.output_processor import OutputProcessor
 from jaxengine.frontend.outputs import RequestOutput
@@ -17,12 +17,19 @@ from jaxengine.frontend.processor import ProcessedRequest
 from jaxengine.metrics.prometheus import Metrics
 
 
+class Sender(Protocol):
+    """Sends sequences to engines (`dp.placing.Placer`)."""
+
+    def add(self, request: EngineRequest, placement: Placement = ANYWHERE) -> int: ...
+    def abort(self, request_ids: list[str]) -> None: ...
+
+
 class InFlight:
     """Streams by internal id. Used by one event loop."""
 
     def __init__(
         self,
-        placer: Placer,
+        placer: Sender,
         outputs: OutputProcessor,
         metrics: Metrics,
         waiting: WaitingRoom,

@@ -7,16 +7,18 @@ a request with n=3 counts as three in the per-sequence families.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics, generate_latest
 
 from jaxengine.engine.dp.merge import merge_stats
 from jaxengine.engine.messages import EngineOutput, EngineRequest, EngineStats
 from jaxengine.metrics.ranks import RankMetrics
 from jaxengine.metrics.series import Series
+from jaxengine.metrics.tracing import TRACE_HEADERS, RequestSpan, Tracer
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series that nobody reads
 
@@ -24,10 +26,60 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass
+class _Siblings:
+    """The n sequences of one request; times as in `_Record`."""
+
+    request: EngineRequest  # the first of them
+    n: int
+    headers: dict[str, str] | None  # of the trace that the client is in
+    left: int
+    most: int = 0  # tokens of the longest
+    num_tokens: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    queued: float = 0.0
+    reason: str = "stop"  # of the one that ended last, unless another one failed
+
+    def ended(self, record: _Record, reason: str) -> None:
+        self.left -= 1
+        self.most = max(self.most, record.num_tokens)
+        self.num_tokens += record.num_tokens
+        if record.num_tokens and (not self.first or record.first < self.first):
+            self.first, self.queued = record.first, record.queued
+        self.last = max(self.last, record.last)
+        self.reason = self.reason if self.reason == "error" else reason
+
+    def span(self, model: str, arrival: float) -> RequestSpan:
+        """`arrival` on the clock of the other times."""
+        request, last = self.request, self.last or time.monotonic()
+        params, started = request.params, self.num_tokens > 0
+        since = self.first - arrival if started else 0.0
+        return RequestSpan(
+            request_id=request.request_id.removeprefix("0_").rsplit("-", 1)[0],
+            model=model,
+            arrival=request.arrival_time,
+            headers=self.headers,
+            n=self.n,
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=self.num_tokens,
+            finish_reason=self.reason,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            max_tokens=params.max_tokens,
+            e2e=last - arrival,
+            queue=self.queued,
+            first_token=since if started else None,
+            prefill=max(0.0, since - self.queued),
+            decode=last - self.first if started else 0.0,
+        )
+
+
+@dataclass
 class _Record:
     """What one sequence has done so far; times in seconds of time.monotonic at the front."""
 
     series: Series
+    siblings: _Siblings
     arrival: float
     num_prompt: int
     max_tokens: int | None
@@ -55,6 +107,8 @@ class Metrics:
         self, model_name: str, max_model_len: int = 32768, ranks: Iterable[int] = (0,)
     ) -> None:
         self.registry = CollectorRegistry()
+        self.tracer: Tracer | None = None
+        self._model = model_name
         self.totals = Totals()
         families: dict[str, Any] = {}
         self._ranks = {
@@ -72,11 +126,28 @@ class Metrics:
 
     def added(self, requests: list[EngineRequest], now: float, ranks: list[int]) -> None:
         """A request was sent to these ranks as these sequences."""
+        count = len(requests)
+        siblings = _Siblings(requests[0], count, TRACE_HEADERS.get(), left=count)
         for request, rank in zip(requests, ranks, strict=True):
             self._records[request.request_id] = _Record(
-                self._ranks[rank], now, len(request.prompt_token_ids), request.params.max_tokens
+                self._ranks[rank],
+                siblings,
+                now,
+                len(request.prompt_token_ids),
+                request.params.max_tokens,
             )
         self._ranks[ranks[0]].params_n.observe(len(requests))
+
+    def describe(self, facts: dict[str, str]) -> None:
+        """What the KV caches are made of, as labels of `cache_config_info`. Call it once."""
+        family = Gauge(
+            "jaxengine:cache_config_info",
+            "1; the labels say what the KV cache is made of.",
+            ["engine", *facts],
+            registry=self.registry,
+        )
+        for rank in self._ranks:
+            family.labels(engine=str(rank), **facts).set(1)
 
     def rejected(self) -> None:
         """Counted for the first rank: no engine has seen the request."""
@@ -103,6 +174,8 @@ class Metrics:
                 self.totals.prompt_tokens += record.num_prompt
                 record.num_cached = min(output.num_cached_tokens, record.num_prompt)
                 series.cached_tokens.inc(record.num_cached)
+                series.by_source["local_cache_hit"].inc(record.num_cached)
+                series.by_source["local_compute"].inc(record.num_prompt - record.num_cached)
             else:
                 series.itl.observe(now - record.last)
             record.last = now
@@ -122,10 +195,17 @@ class Metrics:
         series.success[reason].inc()
         series.num_prompt.observe(record.num_prompt)
         series.num_generated.observe(record.num_tokens)
+        siblings = record.siblings
+        siblings.ended(record, reason)
+        if not siblings.left:
+            series.max_generated.observe(siblings.most)
+            if self.tracer is not None:
+                self.tracer.request_ended(siblings.span(self._model, record.arrival))
         if record.max_tokens is not None:
             series.params_max.observe(record.max_tokens)
         if record.num_tokens == 0:
             return
+        series.computed.observe(record.num_prompt - record.num_cached)
         decode = record.last - record.first
         prefill = max(0.0, record.first - record.arrival - record.queued)
         series.e2e.observe(record.last - record.arrival)
@@ -149,10 +229,12 @@ class Metrics:
                     series.gauges[name].set(0)
                     setattr(series.last_stats, name, 0)
 
-    def render(self, compat: str = "none") -> bytes:
-        """The text exposition; with compat "vllm" every family a second time under vllm:."""
+    def render(self) -> bytes:
+        """The text exposition."""
         self.health.tick()
-        text = generate_latest(self.registry)
-        if compat == "vllm":
-            text += re.sub(rb"(?m)^(# (?:HELP|TYPE) )?jaxengine:", rb"\1vllm:", text)
-        return text
+        return generate_latest(self.registry)
+
+
+def with_vllm_names(text: bytes) -> bytes:
+    """Every family a second time under vllm:."""
+    return text + re.sub(rb"(?m)^(# (?:HELP|TYPE) )?jaxengine:", rb"\1vllm:", text)

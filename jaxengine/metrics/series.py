@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jaxengine.engine.messages import EngineStats
+from jaxengine.metrics.figures import SLEEP_STATES, Figure, place_figure
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TTFT = (
@@ -19,6 +19,9 @@ _TTFT = (
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 40, 80)
 _COUNTS = (1, 2, 5, 10, 20)
 _STEPS = tuple(2**i for i in range(15))
+_DRAFTS = tuple(range(17))
+_LOOKUPS, _HITS = "kv_offload_external_queries", "kv_offload_external_hits"
+_OWN = ("sleep_level", "waiting_deferred")  # figures with families of their own below
 
 
 def _one_two_five(top: int) -> tuple[int, ...]:
@@ -63,11 +66,39 @@ class Series:
             "step_seconds": counter("step_seconds", "Seconds of steps, device and host."),
             "nan_rows": counter("corrupted_requests", "Rows whose logits held NaN or no choice."),
         }
+        self.host_us = gauge(
+            "host_microseconds_per_step", "Host work of a step, mean since the last message."
+        )
+        self.waiting_by_reason = {
+            reason: self._family(
+                Gauge,
+                "num_requests_waiting_by_reason",
+                "Waiting for room (capacity), or for a grammar or KV to arrive (deferred).",
+                reason=reason,
+            )
+            for reason in ("capacity", "deferred")
+        }
+        self.sleep_state = {
+            state: self._family(
+                Gauge, "engine_sleep_state", "1 for the state it is in.", sleep_state=state
+            )
+            for state in SLEEP_STATES
+        }
+        self.sleep_state["awake"].set(1)
         self.last_message = gauge(
             "engine_last_message_timestamp_seconds", "Unix time of the engine's last message."
         )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of started sequences.")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens taken from a cache.")
+        self.by_source = {
+            source: self._family(
+                Counter,
+                "prompt_tokens_by_source",
+                "Prompt tokens computed here, or taken from a cache of any tier.",
+                source=source,
+            )
+            for source in ("local_compute", "local_cache_hit")
+        }
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.rejections = counter("admission_rejections", "Requests refused because of overload.")
         self.success = {
@@ -76,7 +107,7 @@ class Series:
             )
             for reason in ("stop", "length", "abort", "error")
         }
-        self.extra: dict[str, Gauge] = {}
+        self.extra: dict[str, tuple[Figure, Any]] = {}
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT)
         self.itl = histogram("inter_token_latency_seconds", "Between two outputs.", _ITL)
         self.tpot = histogram(
@@ -93,12 +124,18 @@ class Series:
         )
         self.num_prompt = histogram("request_prompt_tokens", "Prompt tokens.", lengths)
         self.num_generated = histogram("request_generation_tokens", "Output tokens.", lengths)
+        self.max_generated = histogram(
+            "request_max_num_generation_tokens", "Longest output of a request's n.", lengths
+        )
+        self.computed = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", lengths
+        )
         self.params_n = histogram("request_params_n", "n of requests.", _COUNTS)
         self.params_max = histogram("request_params_max_tokens", "max_tokens.", lengths)
         self.iteration = histogram("iteration_tokens_total", "New tokens in a message.", _STEPS)
 
     def _family(
-        self, kind: Any, name: str, text: str, options: dict[str, Any] | None = None, **more: str
+        self, kind: Any, name: str, text: str, options: dict[str, Any] | None = None, /, **more: str
     ) -> Any:
         labels = self._labels | more
         if name not in self._families:
@@ -122,14 +159,45 @@ class Series:
     def take(self, stats: EngineStats) -> None:
         """Take over a snapshot. Counters grow by the difference, never shrink (a restarted
         engine counts from 0 again)."""
+        last = self.last_stats
         for name, gauge in self.gauges.items():
             gauge.set(getattr(stats, name))
         for name, counter in self.counters.items():
-            counter.inc(max(0.0, getattr(stats, name) - getattr(self.last_stats, name)))
+            counter.inc(_growth(getattr(stats, name), getattr(last, name)))
+        steps = stats.num_steps - last.num_steps
+        if steps > 0:
+            self.host_us.set(1e6 * _growth(stats.host_seconds, last.host_seconds) / steps)
+        deferred = stats.extra.get("waiting_deferred", 0.0)
+        self.waiting_by_reason["deferred"].set(deferred)
+        self.waiting_by_reason["capacity"].set(max(0.0, stats.num_waiting - deferred))
+        level = int(stats.extra.get("sleep_level", 0))
+        for at, state in enumerate(SLEEP_STATES):
+            self.sleep_state[state].set(at == level)
+        if _LOOKUPS in stats.extra:  # both from the start, for their quotient
+            stats.extra.setdefault(_HITS, 0.0)
         for name, value in stats.extra.items():
-            if name not in self.extra:
-                clean = re.sub(r"[^a-zA-Z0-9_]", "_", name)
-                self.extra[name] = self._gauge(clean, f"Engine figure {name}.")
-            self.extra[name].set(value)
+            if name not in _OWN:
+                self._take_figure(name, value, last.extra.get(name, 0.0))
         self.last_message.set(time.time())
         self.last_stats = stats
+
+    def _take_figure(self, name: str, value: float, before: float) -> None:
+        if name not in self.extra:
+            figure = place_figure(name)
+            kind = {"gauge": Gauge, "counter": Counter, "histogram": Histogram}[figure.kind]
+            options = {"buckets": _DRAFTS} if figure.kind == "histogram" else None
+            made = self._family(kind, figure.family, figure.text, options, **figure.labels)
+            self.extra[name] = figure, made
+        figure, child = self.extra[name]
+        if figure.kind == "gauge":
+            child.set(value)
+        elif figure.kind == "counter":
+            child.inc(_growth(value, before))
+        else:
+            for _ in range(int(_growth(value, before))):
+                child.observe(figure.value)
+
+
+def _growth(value: float, before: float) -> float:
+    """What a counter grew by; one that fell was begun anew."""
+    return value - before if value >= before else value

@@ -1,4 +1,5 @@
-"""Routes for whoever runs the server. As everything but /health they need the API key."""
+"""Routes for whoever runs the server. They need the admin key where there is one, else the API
+key."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
 
 import jaxengine
 from jaxengine.engine.async_llm import PAUSE_MODES, PauseMode
 from jaxengine.server.errors import ApiError
+from jaxengine.server.openapi import answers
 from jaxengine.server.state import engine_of, state_of
 
 router = APIRouter()
@@ -18,13 +21,13 @@ router = APIRouter()
 Answer = dict[str, Any]
 
 
-@router.post("/reset_prefix_cache")
+@router.post("/reset_prefix_cache", responses=answers(413, 503))
 async def reset_prefix_cache(request: Request) -> Answer:
     """Forget all cached prefixes; {"success": false} when some are in use."""
     return {"success": await engine_of(request).reset_prefix_cache()}
 
 
-@router.post("/pause")
+@router.post("/pause", responses=answers(400, 413, 503))
 async def pause(request: Request, mode: str = "abort", clear_cache: bool = True) -> Answer:
     """Start nothing new until /resume. `mode`: abort what runs, wait for it, or keep it standing.
     New requests wait. Answers when it is done."""
@@ -32,19 +35,19 @@ async def pause(request: Request, mode: str = "abort", clear_cache: bool = True)
     return {"status": "paused"}
 
 
-@router.post("/resume")
+@router.post("/resume", responses=answers(413, 503))
 async def resume(request: Request) -> Answer:
     """Undo /pause."""
     await engine_of(request).resume()
     return {"status": "resumed"}
 
 
-@router.get("/is_paused")
+@router.get("/is_paused", responses=answers(503))
 async def is_paused(request: Request) -> Answer:
     return {"is_paused": await engine_of(request).is_paused()}
 
 
-@router.post("/sleep")
+@router.post("/sleep", responses=answers(400, 413, 503))
 async def sleep(request: Request, level: int = 1) -> Answer:
     """End what runs and give the device's memory back: level 1 keeps the weights in host memory,
     level 2 drops them too. Requests wait until /wake_up."""
@@ -54,24 +57,25 @@ async def sleep(request: Request, level: int = 1) -> Answer:
     return {"status": "sleeping"}
 
 
-@router.post("/wake_up")
+@router.post("/wake_up", responses=answers(413, 503))
 async def wake_up(request: Request) -> Answer:
     """Undo /sleep. Answers when requests are served again."""
     await engine_of(request).wake_up()
     return {"status": "awake"}
 
 
-@router.get("/is_sleeping")
+@router.get("/is_sleeping", responses=answers(503))
 async def is_sleeping(request: Request) -> Answer:
     return {"is_sleeping": await engine_of(request).is_sleeping()}
 
 
-@router.get("/server_info")
+@router.get("/server_info", responses=answers(503))
 async def server_info(request: Request) -> Answer:
-    """Version, settings (without the key), and what the engine says of itself."""
+    """Version, settings (without the keys), and what the engine says of itself."""
     config = dataclasses.asdict(state_of(request).config)
-    if config["server"]["api_key"] is not None:
-        config["server"]["api_key"] = "***"
+    for name in ("api_key", "admin_api_key"):
+        if config["server"][name] is not None:
+            config["server"][name] = "***"
     engine = engine_of(request)
     return {
         "version": jaxengine.__version__,
@@ -79,6 +83,43 @@ async def server_info(request: Request) -> Answer:
         "engine": msgspec.structs.asdict(engine.ready),
         "stats": msgspec.structs.asdict(engine.stats),
     }
+
+
+@router.post("/start_profile", responses=answers(400, 413, 503))
+async def start_profile(request: Request) -> Answer:
+    """Begin a trace of every engine's steps, in folders below --profiler-dir."""
+    return {"status": "profiling", "folders": await _profiler(request, "start_profile")}
+
+
+@router.post("/stop_profile", responses=answers(400, 413, 503))
+async def stop_profile(request: Request) -> Answer:
+    """End the trace; `files` (on the server) open in Perfetto."""
+    return {"status": "stopped", "files": await _profiler(request, "stop_profile")}
+
+
+async def _profiler(request: Request, method: str) -> list[str]:
+    if state_of(request).config.server.profiler_dir is None:
+        raise ApiError(400, "profiling needs the server's --profiler-dir", code="no_profiler")
+    try:
+        answer = await engine_of(request).call(method)
+    except RuntimeError as error:
+        name, _, text = str(error).partition(": ")
+        if name != "ValueError":
+            raise
+        raise ApiError(400, text) from None
+    found: list[str] = []  # one engine's answer, or a list of the engines' answers
+    for part in answer if isinstance(answer, list) else [answer]:
+        found += part if isinstance(part, list) else [part]
+    return found
+
+
+_PATHS = frozenset(route.path for route in router.routes if isinstance(route, APIRoute))
+_BELOW = "/fault_tolerance/"
+
+
+def is_admin(path: str) -> bool:
+    """Whether a route is for whoever runs the server alone."""
+    return path.rstrip("/") in _PATHS or path.startswith(_BELOW)
 
 
 def _pause_mode(mode: str) -> PauseMode:

@@ -5,24 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.responses import Response
 
 import jaxengine
 from jaxengine.engine.async_llm import UnavailableError, off_loop
-from jaxengine.frontend.validation import check_token_ids
-from jaxengine.metrics.prometheus import CONTENT_TYPE
+from jaxengine.frontend.validation import check_text, check_token_ids
+from jaxengine.metrics.prometheus import CONTENT_TYPE, with_vllm_names
+from jaxengine.server import page
 from jaxengine.server.chat import render
 from jaxengine.server.errors import RETRY_AFTER, ApiError
+from jaxengine.server.openapi import Responses, answers
 from jaxengine.server.protocol import DetokenizeBody, TokenizeBody
 from jaxengine.server.state import check_model, engine_of, state_of
+from jaxengine.server.tools import check_tools
 
 router = APIRouter()
 
+_HEALTH: Responses = answers() | {503: {"description": "Requests cannot be served."}}
 
-@router.get("/health", response_model=None)
-@router.get("/ping", response_model=None)
-@router.post("/ping", response_model=None)
+
+@router.get("/", response_model=None, include_in_schema=False)
+async def chat_page() -> Response:
+    """A page to talk to the model. It needs no key; what it asks the API for does."""
+    return Response(page.html(), media_type="text/html", headers=page.headers())
+
+
+@router.get("/health", response_model=None, responses=_HEALTH)
+@router.get("/ping", response_model=None, responses=_HEALTH)
+@router.post("/ping", response_model=None, responses=_HEALTH | answers(413))
 async def health(request: Request) -> Response:
     """200 when requests can be served: {"status": "ok"}, or "degraded" while some ranks are not
     healthy. 503 while loading, draining, with a dead engine, or ("unavailable") without a healthy
@@ -35,7 +46,7 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok" if whole else "degraded"})
 
 
-@router.get("/health/live")
+@router.get("/health/live", responses=answers(503))
 async def live(request: Request) -> dict[str, str]:
     """200 while this process answers and has not given up: starting it again would not help."""
     engine = state_of(request).engine
@@ -44,25 +55,39 @@ async def live(request: Request) -> dict[str, str]:
     return {"status": "live"}
 
 
-@router.get("/version")
+@router.get("/version", responses=answers())
 async def version() -> dict[str, str]:
     return {"version": jaxengine.__version__}
 
 
-@router.get("/load")
+@router.get("/load", responses=answers())
 async def load(request: Request) -> dict[str, int]:
     """Requests that are being answered now."""
     state = state_of(request)
-    return {"server_load": 0 if state.engine is None else state.engine.num_requests}
+    if state.engine is None:
+        return {"server_load": 0}
+    if state.figures is not None and state.engine.is_running:
+        return {"server_load": (await state.figures()).num_requests}
+    return {"server_load": state.engine.num_requests}
 
 
-@router.get("/metrics", response_model=None)
+@router.get(
+    "/metrics",
+    response_model=None,
+    response_class=PlainTextResponse,
+    responses=answers(),
+)
 async def metrics(request: Request) -> Response:
     """Prometheus text. Served with a dead engine too."""
     state = state_of(request)
     if state.engine is None:
         return Response(b"", media_type=CONTENT_TYPE)
-    text = state.engine.metrics.render(state.config.server.metrics_compat)
+    if state.figures is not None and state.engine.is_running:
+        text = (await state.figures()).text
+    else:
+        text = state.engine.metrics.render()
+    if state.config.server.metrics_compat == "vllm":
+        text = with_vllm_names(text)
     return Response(text, media_type=CONTENT_TYPE)
 
 
@@ -79,18 +104,18 @@ def _card(request: Request, name: str) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=answers(503))
 async def models(request: Request) -> dict[str, Any]:
     names = state_of(request).model_names[:1]
     return {"object": "list", "data": [_card(request, name) for name in names]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=answers(404, 503))
 async def model(name: str, request: Request) -> dict[str, Any]:
     return _card(request, check_model(request, name))
 
 
-@router.post("/tokenize", response_model=None)
+@router.post("/tokenize", response_model=None, responses=answers(400, 404, 413, 503))
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text, or of a conversation rendered as for chat completions."""
     engine = engine_of(request)
@@ -101,9 +126,10 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
     if body.prompt is not None:
-        text, special = body.prompt, body.add_special_tokens is not False
+        text, special = check_text("prompt", body.prompt), body.add_special_tokens is not False
     else:
-        text, special = await render(body, engine), bool(body.add_special_tokens)
+        tools = check_tools(body.tools)
+        text, special = await render(body, engine, tools), bool(body.add_special_tokens)
     ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
     answer: dict[str, Any] = {
         "tokens": ids,
@@ -115,7 +141,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     return JSONResponse(answer)
 
 
-@router.post("/detokenize", response_model=None)
+@router.post("/detokenize", response_model=None, responses=answers(400, 404, 413, 503))
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     engine = engine_of(request)

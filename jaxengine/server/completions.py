@@ -17,6 +17,7 @@ from jaxengine.frontend.processor import Prompt
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.errors import ApiError
 from jaxengine.server.logprobs import completion_logprobs, prompt_logprobs_body
+from jaxengine.server.openapi import reference, streamed
 from jaxengine.server.protocol import (
     CompletionBody,
     check_fields,
@@ -53,7 +54,11 @@ class _Call:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post(
+    "/v1/completions",
+    response_model=None,
+    responses=streamed(400, 404, 413, 503, schema=reference(Completion)),
+)
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue text or token ids; a list of prompts gives n choices for each."""
     engine = engine_of(request)

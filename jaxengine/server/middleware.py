@@ -13,12 +13,42 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.config import ServerConfig
+from jaxengine.metrics.tracing import HEADER_NAMES, TRACE_HEADERS
+from jaxengine.server.admin import is_admin
+from jaxengine.server.anthropic_errors import anthropic_error, is_anthropic
 from jaxengine.server.errors import CLIENT_GONE, ApiError, error_response
 
 log = logging.getLogger("jaxengine.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _OPEN_PATHS = frozenset({"/health", "/health/live"})
+_PAGE = "/"  # the chat page holds no secret, and is where a key is typed in
+
+
+def _encoded(*keys: str | None) -> list[bytes]:
+    return [key.encode() for key in keys if key is not None]
+
+
+def _given_key(headers: Headers) -> bytes:
+    """The bearer token, or X-Api-Key, which Anthropic's clients send."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return token.encode("latin-1")
+    return headers.get("x-api-key", "").encode("latin-1")
+
+
+def path_of(scope: Scope) -> str:
+    """The path below the root path."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) or "/" if root else path
+
+
+def needs_key(config: ServerConfig, path: str) -> bool:
+    """Whether a route of this server asks for a key."""
+    if path in _OPEN_PATHS or path == _PAGE:
+        return False
+    return config.api_key is not None or (is_admin(path) and bool(config.admin_api_key))
 
 
 class Gate:
@@ -26,7 +56,9 @@ class Gate:
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._key = None if config.api_key is None else f"Bearer {config.api_key}".encode()
+        self._keys = _encoded(config.api_key, config.admin_api_key)
+        self._admin_keys = _encoded(config.admin_api_key or config.api_key)
+        self._config = config
         self._max_bytes = config.max_request_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,6 +72,8 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope["request_id"] = request_id
+        TRACE_HEADERS.set({n: headers[n] for n in HEADER_NAMES if n in headers} or None)
+        path = path_of(scope)
         status = CLIENT_GONE
         began = time.monotonic()
 
@@ -51,29 +85,37 @@ class Gate:
             await send(message)
 
         try:
-            refusal = self._refusal(scope["path"], headers, scope["method"])
+            refusal = self._refusal(path, headers, scope["method"])
             if refusal is not None:
-                await error_response(refusal)(scope, receive, send_with_id)
+                anthropic = is_anthropic(path)
+                answer = (
+                    anthropic_error(refusal, request_id) if anthropic else error_response(refusal)
+                )
+                await answer(scope, receive, send_with_id)
             else:
                 await self._app(scope, self._limited(receive), send_with_id)
         finally:
-            level = logging.DEBUG if scope["path"] in _OPEN_PATHS else logging.INFO
+            level = logging.DEBUG if path in _OPEN_PATHS else logging.INFO
             spent = 1000 * (time.monotonic() - began)
             log.log(
                 level,
                 "%s %s %s %d %.0f ms",
                 request_id,
                 scope["method"],
-                scope["path"],
+                path,
                 status,
                 spent,
             )
 
     def _refusal(self, path: str, headers: Headers, method: str) -> ApiError | None:
-        if self._key is not None and path not in _OPEN_PATHS and method != "OPTIONS":
-            given = headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._key):
-                return ApiError(401, "a valid API key is needed (Authorization: Bearer KEY)")
+        if method != "OPTIONS" and needs_key(self._config, path):
+            admin = is_admin(path)
+            given = _given_key(headers)
+            # all are compared, so that the time tells nothing
+            keys = self._admin_keys if admin else self._keys
+            if not any([hmac.compare_digest(given, key) for key in keys]):
+                which = "admin" if admin else "API"
+                return ApiError(401, f"a valid {which} key is needed (Authorization: Bearer KEY)")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._max_bytes:
             return self._too_large()

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
+import time
 from types import FrameType
 
 import uvicorn
@@ -15,14 +17,19 @@ import uvicorn
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 from jaxengine.engine.async_llm import AsyncLLM, EngineStartError
+from jaxengine.engine.messages import EngineReady
+from jaxengine.metrics.prometheus import Metrics
 from jaxengine.metrics.status import log_status
+from jaxengine.metrics.tracing import Tracer
+from jaxengine.server import sockets
 from jaxengine.server.app import build_app
+from jaxengine.server.startup import startup_table
 from jaxengine.server.state import ServerState
 
 log = logging.getLogger(__name__)
 
 DEATH_GRACE = 3.0  # seconds of 503 answers after the engine died, before the server gives up
-_CLOSE_GRACE = 2  # seconds for connections to close once their requests are done
+CLOSE_GRACE = 2  # seconds for connections to close once their requests are done
 EXIT_ERROR, EXIT_USAGE = 1, 2
 
 
@@ -32,9 +39,12 @@ class _Server(uvicorn.Server):
     stopping: asyncio.Event
     loop: asyncio.AbstractEventLoop
     engine: AsyncLLM | None = None
+    supervised = False
     signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.supervised and sig == signal.SIGINT:
+            return  # Ctrl-C goes to the whole group; the supervisor decides
         self.signals += 1
         if self.signals == 1:
             self.loop.call_soon_threadsafe(self.stopping.set)
@@ -47,14 +57,21 @@ class _Server(uvicorn.Server):
 def serve(config: EngineConfig, core: str = wire.DEFAULT_CORE) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code: 0 after a clean stop, 1 when the
     engine failed, 2 when the configuration is at fault."""
+    count = config.server.api_server_count
     try:
-        listener = _listen(config.server.host, config.server.port)
+        listeners = sockets.listen(config.server, count)
     except OSError as error:
-        where = f"{config.server.host}:{config.server.port}"
+        where = sockets.address_of(config.server)
         print(f"jaxengine: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
         return EXIT_ERROR
-    with listener:
-        return uvicorn_loop().run(_serve(config, core, listener))
+    try:
+        if count > 1:
+            from jaxengine.server.many import supervise
+
+            return uvicorn_loop().run(supervise(config, core, listeners))
+        return uvicorn_loop().run(_serve_alone(config, core, listeners[0]))
+    finally:
+        sockets.close(listeners, config.server)
 
 
 def uvicorn_loop() -> asyncio.Runner:
@@ -63,51 +80,53 @@ def uvicorn_loop() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+async def _serve_alone(config: EngineConfig, core: str, listener: socket.socket) -> int:
+    url = sockets.url_of(listener, config.server)
+    log.info("listening on %s; loading %s", url, config.model.model)
+    return await answer(config, listener, AsyncLLM(config, core=core), url)
 
 
-async def _serve(config: EngineConfig, core: str, listener: socket.socket) -> int:
+async def answer(
+    config: EngineConfig,
+    listener: socket.socket,
+    engine: AsyncLLM,
+    url: str | None,
+    state: ServerState | None = None,
+) -> int:
+    """Answer HTTP on `listener` until told to stop; the exit code. `url` is None in one of several
+    processes, which leaves telling the world to its supervisor."""
     app = build_app(None, config)
-    state: ServerState = app.state.server
+    if state is not None:
+        app.state.server = state
     server = _Server(
         uvicorn.Config(
             app,
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=_CLOSE_GRACE,
+            timeout_graceful_shutdown=CLOSE_GRACE,
             http="httptools",
+            root_path=config.server.root_path,
+            **sockets.tls_options(config.server),
         )
     )
     server.stopping = asyncio.Event()
     server.loop = asyncio.get_running_loop()
+    server.engine = engine
+    server.supervised = url is None
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        return await _run(config, core, listener, state, server)
+        return await _run(config, engine, app.state.server, server, url)
     finally:
         server.should_exit = True
         await serving
 
 
 async def _run(
-    config: EngineConfig, core: str, listener: socket.socket, state: ServerState, server: _Server
+    config: EngineConfig, engine: AsyncLLM, state: ServerState, server: _Server, url: str | None
 ) -> int:
-    host, port = listener.getsockname()[:2]
-    log.info("listening on http://%s:%d; loading %s", host, port, config.model.model)
+    began = time.monotonic()
     stop = asyncio.create_task(server.stopping.wait())
-    engine = AsyncLLM(config, core=core)
-    server.engine = engine
     starting = asyncio.create_task(engine.launch())
     await asyncio.wait({stop, starting}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():  # told to stop while loading
@@ -117,26 +136,21 @@ async def _run(
     try:
         starting.result()
     except EngineStartError as error:
-        if not error.user_error and error.trace:
-            print(error.trace, file=sys.stderr)
-        print(f"jaxengine: {error}", file=sys.stderr)
-        return EXIT_USAGE if error.user_error else EXIT_ERROR
+        return start_failed(error) if url is not None else EXIT_ERROR
     except (ValueError, OSError) as error:
         print(f"jaxengine: {error}", file=sys.stderr)
         return EXIT_USAGE
     state.engine = engine
-    ready = engine.ready
-    log.info(
-        "ready: %d engines, context %d tokens, %d KV blocks of %d tokens",
-        len(engine.board.ranks),
-        ready.max_model_len,
-        ready.num_blocks,
-        ready.block_size,
-    )
-    print(f"jaxengine serves {state.model_names[0]} at http://{host}:{port}", flush=True)
+    describe(engine.metrics, config, engine.ready)
+    if config.server.otlp_traces_endpoint is not None:
+        engine.metrics.tracer = Tracer(config.server.otlp_traces_endpoint)
+    if url is not None:
+        announce(config, engine.ready, len(engine.board.ranks), url, began)
     status = None
-    if not config.server.disable_log_stats:
+    if url is not None and not config.server.disable_log_stats:
         status = asyncio.create_task(log_status(engine.metrics))
+    if state.serving is not None:
+        await state.serving()
     dead = asyncio.create_task(engine.wait_dead())
     await asyncio.wait({stop, dead}, return_when=asyncio.FIRST_COMPLETED)
     code = 0
@@ -151,4 +165,39 @@ async def _run(
     if engine.num_requests:
         log.info("draining %d requests", engine.num_requests)
     await engine.shutdown(config.server.shutdown_timeout)
+    if engine.metrics.tracer is not None:
+        await asyncio.to_thread(engine.metrics.tracer.close)
     return code
+
+
+def start_failed(error: EngineStartError) -> int:
+    """Say why the engine did not start; the exit code."""
+    if not error.user_error and error.trace:
+        print(error.trace, file=sys.stderr)
+    print(f"jaxengine: {error}", file=sys.stderr)
+    return EXIT_USAGE if error.user_error else EXIT_ERROR
+
+
+def announce(
+    config: EngineConfig, ready: EngineReady, num_engines: int, url: str, began: float
+) -> None:
+    """The start-up table, and the line that says that requests are taken."""
+    log.info("ready:\n%s", startup_table(ready, num_engines, began))
+    name = config.server.served_model_name or config.model.model
+    print(f"jaxengine serves {name} at {url}", flush=True)
+
+
+def describe(metrics: Metrics, config: EngineConfig, ready: EngineReady) -> None:
+    """What the metrics say of the caches."""
+    cache = config.cache
+    metrics.describe(
+        {
+            "block_size": str(ready.block_size),
+            "num_gpu_blocks": str(ready.num_blocks),
+            "cache_dtype": ready.info.get("dtype", "auto"),
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "prefix_caching_hash_algo": cache.prefix_caching_hash_algo,
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+            "max_model_len": str(ready.max_model_len),
+        }
+    )

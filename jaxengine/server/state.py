@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from fastapi import Request
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM, Placement, served_name
+from jaxengine.engine.hub.messages import Figures
 from jaxengine.server.errors import ApiError
 
 
@@ -19,6 +21,9 @@ class ServerState:
     draining: bool = False
     num_active: int = 0  # generation requests being answered
     started: int = field(default_factory=lambda: int(time.time()))
+    # with several API processes: the figures of all, and what to do when requests are taken
+    figures: Callable[[], Awaitable[Figures]] | None = None
+    serving: Callable[[], Awaitable[None]] | None = None
 
     @property
     def model_names(self) -> list[str]:

@@ -1,0 +1,168 @@
+"""The engines as an API process sees them: the face of `EngineGroup`, through the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.client import EngineDeadError, EngineStartError
+from jaxengine.engine.dp.balancer import ANYWHERE, Placement
+from jaxengine.engine.dp.health import HEALTHY, Board
+from jaxengine.engine.dp.modes import local_ranks
+from jaxengine.engine.dp.placing import Placer, Watcher
+from jaxengine.engine.hub import messages as hub
+from jaxengine.engine.messages import (
+    EngineOutputs,
+    EngineReady,
+    EngineRequest,
+    FaultToleranceRequest,
+    FaultToleranceResult,
+    RankStatus,
+    UtilityCall,
+    UtilityResult,
+)
+
+Send = Callable[[bytes, bytes], None]
+
+
+class RemotePlacer:
+    """Sends sequences to the supervisor, which places them."""
+
+    def __init__(self, send: Send, placer: Placer) -> None:
+        self._send = send
+        self.check = placer.check
+        self._first = min(placer.balancer.loads) if placer.balancer.loads else 0
+
+    def add(self, request: EngineRequest, placement: Placement = ANYWHERE) -> int:
+        """Send it; returns the rank that was asked for, else the first: the supervisor chooses."""
+        self.check(placement)
+        add = hub.Add(request, placement.rank, placement.session)
+        self._send(hub.ADD, hub.encode(add))
+        return self._first if placement.rank is None else placement.rank
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Idempotent."""
+        if request_ids:
+            self._send(hub.ABORT, hub.encode(request_ids))
+
+
+class RemoteGroup:
+    """Used by one event loop. `report` gives this process's own metrics when they are asked for."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        watcher: Watcher,
+        address: str,
+        index: int,
+        report: Callable[[], hub.Report],
+    ) -> None:
+        self.ranks = local_ranks(config.data_parallel)
+        self.board = Board(self.ranks, lambda rank, _, state: watcher.state(rank, state))
+        self.placer = RemotePlacer(self._send, Placer(config, {}, self.board, watcher))
+        self._address = address
+        self._identity = index.to_bytes(2, "little")
+        self._report = report
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._next_call = 0
+
+    async def start(self) -> EngineReady:
+        """Wait until the supervisor's engines can serve. Raises EngineStartError."""
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self._identity)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)
+        self._socket.connect(self._address)
+        self._send(hub.HELLO, b"")
+        while True:
+            kind, payload = await self._socket.recv_multipart()
+            if kind == hub.DEAD:
+                raise EngineStartError(hub.decode_dead(payload).message)
+            if kind == hub.READY:
+                break
+        for rank in self.ranks:
+            self.board.update(RankStatus(rank, HEALTHY, since=time.time()))
+        return hub.decode_ready(payload)
+
+    async def run(self, take: Callable[[int, EngineOutputs], Awaitable[None]]) -> None:
+        """Hand what comes to `take`; raises EngineDeadError when the engines are gone."""
+        assert self._socket is not None
+        while True:
+            kind, payload = await self._socket.recv_multipart()
+            if kind == hub.OUTPUTS:
+                news = hub.decode_outputs(payload)
+                await take(news.engine_index, news)
+            elif kind == hub.RESULT:
+                self._answer(hub.decode_result(payload))
+            elif kind == hub.COLLECT:
+                self._send(hub.REPORT, hub.encode(self._report()))
+            elif kind == hub.DEAD:
+                dead = hub.decode_dead(payload)
+                raise EngineDeadError(dead.message, dead.kind)
+
+    def _answer(self, result: UtilityResult) -> None:
+        future = self._calls.pop(result.call_id, None)
+        if future is None or future.done():
+            return
+        if result.error is None:
+            future.set_result(result.result)
+        else:
+            future.set_exception(RuntimeError(result.error))
+
+    def _send(self, kind: bytes, payload: bytes) -> None:
+        if self._socket is None or self._socket.closed:
+            raise EngineDeadError("the engine is shut down")
+        self._socket.send_multipart([kind, payload])  # without a high-water mark it is done at once
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Run `method` on every engine. Raises RuntimeError with the engine's message."""
+        self._next_call += 1
+        future = asyncio.get_running_loop().create_future()
+        self._calls[self._next_call] = future
+        try:
+            self._send(hub.CALL, hub.encode(UtilityCall(self._next_call, method, list(args))))
+            return await future
+        finally:
+            self._calls.pop(self._next_call, None)
+
+    async def figures(self) -> hub.Figures:
+        """Metrics and load of all API processes together."""
+        return msgspec.convert(await self.call(hub.FIGURES), hub.Figures)
+
+    def fail_calls(self, error: Exception) -> None:
+        """End every waiting `call` with `error`."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    async def order(self, rank: int, order: FaultToleranceRequest) -> FaultToleranceResult:
+        """Fault tolerance has one API process."""
+        reason = "orders are not taken with --api-server-count above 1"
+        return FaultToleranceResult(order.request_id, rank, False, reason)
+
+    @property
+    def pid(self) -> int | None:
+        """The engines are the supervisor's children."""
+        return None
+
+    def pids(self) -> dict[int, int | None]:
+        return dict.fromkeys(self.ranks)
+
+    async def close(self, grace: float = 5.0) -> None:
+        """Say nothing more; the engines live on. Idempotent."""
+        self.fail_calls(EngineDeadError("the engine is shut down"))
+        if self._socket is not None and not self._socket.closed:
+            self._socket.close(linger=200)  # last aborts still get out
+        self._context.term()
+
+    def kill(self) -> None:
+        """The engines are the supervisor's."""

@@ -1,0 +1,43 @@
+"""One text of the metrics of several processes."""
+
+from __future__ import annotations
+
+import re
+
+# Families that the process which answers the client counts; all others are the engines'.
+REQUEST_FAMILIES = frozenset(
+    """prompt_tokens prompt_tokens_cached prompt_tokens_by_source generation_tokens request_success
+    admission_rejections time_to_first_token_seconds inter_token_latency_seconds
+    request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
+    request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds
+    request_prompt_tokens request_generation_tokens request_max_num_generation_tokens
+    request_prefill_kv_computed_tokens request_params_n request_params_max_tokens
+    iteration_tokens_total""".split()
+)
+_SAMPLE = re.compile(rb"jaxengine:(\w+?)(?:_total|_bucket|_sum|_count)?\{")
+
+
+def merge_texts(engines: bytes, parts: list[bytes]) -> bytes:
+    """The engines' text, with the API processes' samples added to its own of the families that
+    these count. All have the same samples, in any order."""
+    sums: dict[bytes, float] = {}
+    for part in parts:
+        for line in part.splitlines():
+            if _of_requests(line):
+                key, _, value = line.rpartition(b" ")
+                sums[key] = sums.get(key, 0.0) + float(value)
+    merged = []
+    for line in engines.splitlines():
+        if _of_requests(line):
+            key, _, value = line.rpartition(b" ")
+            line = key + b" " + repr(float(value) + sums.get(key, 0.0)).encode()
+        merged.append(line)
+    return b"\n".join(merged) + b"\n"
+
+
+def _of_requests(line: bytes) -> bool:
+    match = _SAMPLE.match(line)
+    if match is None:
+        return False
+    name = match[1].decode()
+    return name in REQUEST_FAMILIES or f"{name}_total" in REQUEST_FAMILIES
