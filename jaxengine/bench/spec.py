@@ -2,6 +2,7 @@
 
 One engine; speculation is swapped between runs. The built-in prompts ask for a given text again,
 so that the output copies; --prompts takes a file with one prompt a line, --random random tokens.
+An engine has one drafter with a model (eagle, draft_model, mtp): --draft-model names its folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from jaxengine import platform
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.messages import EngineRequest
+from jaxengine.executor.base import Verifier
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.speculate.config import WITH_FOLDER, WITH_MODEL
 
 _PASSAGE = (
     "The harbour office opens at seven. Ships that arrive before that hour wait outside the "
@@ -38,13 +41,18 @@ def main(argv: list[str]) -> int:
     """Run the bench; prints a table and, with --output-json, writes the figures."""
     args = _parser().parse_args(argv)
     platform.setup()
-    settings = {
-        "method": args.methods[0],
+    with_model = [method for method in args.methods if method in WITH_MODEL]
+    if len(with_model) > 1:
+        raise ValueError(f"--methods {', '.join(with_model)}: an engine has one of them at most")
+    settings: dict[str, Any] = {
+        "method": (with_model or args.methods)[0],
         "num_speculative_tokens": max(args.drafts),
         "adaptive": True,  # so that the programs of every K are compiled
         "prompt_lookup_min": args.lookup_min,
         "prompt_lookup_max": args.lookup_max,
     }
+    if settings["method"] in WITH_FOLDER:
+        settings["model"] = args.draft_model
     core = EngineCore(
         EngineConfig.of(
             model=args.model,
@@ -83,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxengine bench spec", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"])
+    parser.add_argument("--draft-model", default=None, help="folder of the drafter with a model")
     parser.add_argument("--drafts", type=int, nargs="+", default=[3, 5], help="values of K")
     parser.add_argument("--adaptive", action="store_true", help="measure an adaptive K too")
     parser.add_argument("--num-requests", type=int, nargs="+", default=[1])
@@ -124,16 +133,22 @@ def _use(core: EngineCore, name: str, k: int, settings: dict[str, Any]) -> None:
     method, _, adaptive = name.partition(" ")
     if method == "none":
         core.use_speculation(None)
-    else:
-        chosen = {"method": method, "num_speculative_tokens": k, "adaptive": bool(adaptive)}
-        core.use_speculation(settings | chosen)
+        # A drafter with a model would go on following the tokens, for steps with drafts to come.
+        assert isinstance(core.executor, Verifier)
+        core.executor.open_speculation([], (settings["prompt_lookup_min"],) * 2, "lazy")
+        return
+    chosen = {"method": method, "num_speculative_tokens": k, "adaptive": bool(adaptive)}
+    if method not in WITH_FOLDER:
+        settings = {name: value for name, value in settings.items() if name != "model"}
+    core.use_speculation(settings | chosen)
 
 
 def run(
     core: EngineCore, prompts: list[list[int]], output_len: int
 ) -> tuple[dict[str, float], list[list[int]]]:
     """One batch, greedy, from an empty engine: figures and ids. The time is that of decoding,
-    from the first token of the last request on."""
+    from the first token of the last request on; `cpu_ms_per_token` (all threads of the process)
+    stays comparable on a machine that others use too."""
     core.scheduler.reset_prefix_cache()
     before = dict(core.stats().extra)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
@@ -144,16 +159,16 @@ def run(
             )
         )
     ids: dict[str, list[int]] = {f"{i}": [] for i in range(len(prompts))}
-    started, at_start, steps = 0.0, 0, 0
+    started, cpu, at_start, steps = 0.0, 0.0, 0, 0
     while core.has_work():
         for output in core.step():
             if output.error:
                 raise RuntimeError(output.error)
             ids[output.request_id] += output.new_token_ids
         if not started and all(ids.values()):
-            started = time.perf_counter()
+            started, cpu = time.perf_counter(), time.process_time()
             at_start, steps = sum(map(len, ids.values())), core.stats().num_steps
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     tokens = sum(map(len, ids.values())) - at_start
     after = core.stats().extra
 
@@ -165,6 +180,7 @@ def run(
     return {
         "tokens_per_s": tokens / seconds,
         "ms_per_step": 1e3 * seconds / max(1, num_steps),
+        "cpu_ms_per_token": 1e3 * cpu / max(1, tokens),
         "acceptance": accepted / drafted if drafted else 0.0,
         "mean_length": 1 + accepted / grew("spec_num_drafts") if drafted else 1.0,
         "draft_ms": 1e3 * grew("spec_draft_seconds") / max(1, num_steps),
@@ -175,6 +191,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     if len(rows) == 1:
         print(
             f"{'requests':>8}  {'method':<16}{'K':>3}{'tokens/s':>10}{'speed':>7}{'ms/step':>9}"
+            f"{'cpu ms':>8}"
             f"{'accepted':>10}{'length':>8}{'draft ms':>10}  ids"
         )
     row = rows[-1]
@@ -182,6 +199,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     print(
         f"{row['requests']:>8}  {row['method']:<16}{row['k']:>3}{row['tokens_per_s']:>10.1f}"
         f"{row['tokens_per_s'] / base:>7.2f}{row['ms_per_step']:>9.2f}"
+        f"{row['cpu_ms_per_token']:>8.1f}"
         f"{row['acceptance']:>10.1%}{row['mean_length']:>8.2f}{row['draft_ms']:>10.3f}"
         f"  {'equal' if row['same_ids'] else 'DIFFER'}",
         flush=True,

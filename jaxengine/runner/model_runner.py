@@ -13,11 +13,13 @@ from jaxtyping import Array
 from jaxengine.executor.base import Batch
 from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
+from jaxengine.runner.draft_runner import DraftRunner
 from jaxengine.runner.programs import Key, Programs, head_params
 from jaxengine.runner.sampling_step import FIXED
-from jaxengine.runner.state import DeviceState, new_lengths, new_state
+from jaxengine.runner.state import DeviceState, new_state
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
+from jaxengine.speculate.drafter import Drafter
 from jaxengine.speculate.verify import Drafted
 
 if TYPE_CHECKING:
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Handle:
-    """A step in flight: hidden states until it is sampled, then its output rows; and prompt
-    log-probabilities if asked."""
+    """A step in flight: hidden states until it is sampled (of its rows and of all its tokens),
+    then its output rows; and prompt log-probabilities if asked."""
 
     batch: Batch
     hidden: Array | Drafted
+    tokens: Array | None = None
     rows: Array | None = None
     prompt: Array | None = None
+    pooled: Array | None = None
 
 
 class ModelRunner:
@@ -49,9 +53,10 @@ class ModelRunner:
         buckets: list[Bucket],
         reload: Callable[[], Params],
         devices: Devices | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`reload` loads the parameters again, after a deep sleep. `state_shapes` have their
-        shardings."""
+        shardings. Raises the loader's errors of the drafter's parameters."""
         self.params = params
         self.programs = programs
         self.buckets = buckets
@@ -62,7 +67,7 @@ class ModelRunner:
         self._devices = devices or Devices()
         self._transfers: list[DeviceTransfer] = []  # by shard
         self._shardings: Any = None  # of the parameters, while they sleep in host memory
-        self._length: Array | None = None  # tokens by slot; None until a step has drafts
+        self._drafts = DraftRunner(programs, drafter, params, self._devices)
         self._all_legal: dict[int, Array] = {}  # masks by sampler rows, for steps without grammars
 
     def submit(self, batch: Batch) -> Handle:
@@ -76,21 +81,27 @@ class ModelRunner:
             for blob in batch.seeds:
                 slots = seed(slots, blob)
         if verifies:
-            if self._length is None:
-                self._length = new_lengths(self._shapes)
-            kv, drafted = forward(self.params, kv, slots, self._length, batch.blob)
+            counted = self._drafts.counted
+            assert counted is not None
+            drafts = self._drafts.proposed(batch, slots)
+            kv, drafted = forward(self.params, kv, slots, counted.length, drafts, batch.blob)
             self._state = DeviceState(kv, slots)
             handle = Handle(batch, drafted)
         else:
             kv, output = forward(self.params, kv, slots.last_token, batch.blob)
             self._state = DeviceState(kv, slots)
-            handle = Handle(batch, output.rows[batch.sampler_rows])
+            rows = output.rows[batch.sampler_rows]
+            handle = Handle(batch, rows, rows if output.hidden is None else output.hidden)
         if not batch.masked:
             self._sample(handle, self._no_mask(batch.sampler_rows * (1 + batch.bucket.drafts)))
         if batch.prompt_rows:
             score = self.programs.get(Key("score", batch.bucket.tokens))
             handle.prompt = score(self._head, output.hidden, batch.prompt_targets)
             handle.prompt.copy_to_host_async()
+        if batch.pool_index is not None:
+            pool = self.programs.get(Key("pool", batch.bucket.tokens))
+            handle.pooled = pool(output.hidden, batch.pool_index)
+            handle.pooled.copy_to_host_async()
         return handle
 
     def sample(self, handle: Handle, mask: Int32) -> None:
@@ -101,14 +112,17 @@ class ModelRunner:
         assert self._state is not None
         kv, slots = self._state
         batch = handle.batch
-        if batch.bucket.drafts:
+        if isinstance(handle.hidden, Drafted):
             accept = self.programs.get(Key("accept", batch.bucket))
-            slots, self._length, handle.rows = accept(
-                self._head, slots, self._length, handle.hidden, batch.rows_blob, mask
+            slots, self._drafts.counted, handle.rows = accept(
+                self._head, slots, self._drafts.counted, handle.hidden, batch.rows_blob, mask
             )
+            self._drafts.accepted(batch, handle.hidden, handle.rows)
         else:
             program = self.programs.get(Key("sample", batch.sampler_rows))
             slots, handle.rows = program(self._head, slots, handle.hidden, batch.rows_blob, mask)
+            self._drafts.sampled(batch, slots, handle.hidden, handle.tokens)
+        handle.tokens = None
         self._state = DeviceState(kv, slots)
         handle.rows.copy_to_host_async()
 
@@ -131,6 +145,10 @@ class ModelRunner:
             _result(rows[i * size : i * size + count], batch.want_logprobs)
             for i, count in enumerate(batch.num_rows)
         ]
+        if handle.pooled is not None:
+            pooled = np.asarray(handle.pooled).reshape(len(results), -1, handle.pooled.shape[1])
+            for result, sums in zip(results, pooled, strict=True):
+                result.pooled = sums
         if handle.prompt is not None:
             prompt = np.asarray(handle.prompt)
             for shard, row, first, number in batch.prompt_rows:
@@ -171,7 +189,7 @@ class ModelRunner:
             transfer.reset()
         self._state = None  # first: there may be no room for two
         self._state = new_state(self._shapes)
-        self._length = None
+        self._drafts.reset()
 
     def close(self) -> None:
         """No more programs are compiled, no more KV is copied."""
@@ -183,7 +201,8 @@ class ModelRunner:
         """1: weights move to host memory; 2: they are dropped. The KV pool is dropped."""
         for transfer in self._transfers:
             transfer.reset()
-        self._state = self._length = None
+        self._state = None
+        self._drafts.sleep()
         if level == 1:
             self._shardings = jax.tree.map(lambda a: a.sharding, self.params)
             self.params = jax.tree.map(np.asarray, self.params)
@@ -198,6 +217,7 @@ class ModelRunner:
         else:
             self.params = self._reload()
         self._head = head_params(self.params)
+        self._drafts.wake_up(self.params)
         self.reset()
 
 

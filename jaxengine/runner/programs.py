@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,22 +24,39 @@ from jaxengine.models.decoder import KV
 from jaxengine.models.layout import Stage
 from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
+from jaxengine.runner.cache_lock import compiling
 from jaxengine.runner.forward import ForwardOutput, StepConfig, forward
-from jaxengine.runner.sampling_step import sample_rows, score_prompt
-from jaxengine.runner.state import DeviceState, SlotState, seed_slot
-from jaxengine.sched.batch import Bucket, layout_of, rows_layout
+from jaxengine.runner.sampling_step import pool_rows, sample_rows, score_prompt
+from jaxengine.runner.spec_programs import (
+    SpecShapes,
+    lower_accept,
+    lower_draft,
+    lower_follow,
+    lower_lookup,
+    lower_remember,
+    lower_verify,
+)
+from jaxengine.runner.state import Counted, DeviceState, SlotState, seed_slot
+from jaxengine.sched.batch import BatchShape, Bucket, layout_of, rows_layout
 from jaxengine.sched.slot_record import SlotShape
-from jaxengine.sched.verify_batch import verify_layout
-from jaxengine.speculate.verify import Drafted, Lookup, accept_rows, verify_forward
+from jaxengine.speculate.drafter import Drafter
+from jaxengine.speculate.lookup import FROM_DRAFTER, Lookup
 
 log = logging.getLogger(__name__)
 
 
+Kind = Literal[
+    "forward", "sample", "score", "pool", "seed",
+    "lookup", "draft", "verify", "accept", "follow", "remember",
+]  # fmt: skip
+
+
 class Key(NamedTuple):
     """Names a program: the forward of a bucket, the sampler of so many rows, the prompt scorer of
-    so many tokens, the slot writer; with drafts a bucket's forward and sampler."""
+    so many tokens and their pooling, the slot writer; with drafts what a bucket's step consists
+    of, and what the drafter does behind every step (`speculate.drafter`)."""
 
-    kind: Literal["forward", "sample", "score", "seed", "verify", "accept"]
+    kind: Kind
     size: Bucket | int = 0
 
 
@@ -65,6 +83,7 @@ class Programs:
         threads: int = 2,
         stages: Sequence[Devices] = (Devices(),),
         specs: Specs | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`stages` are the devices of the pipeline's stages; samplers run on the last."""
         self._config = config
@@ -84,7 +103,22 @@ class Programs:
         self.num_compiled = 0
         self.compiled_after_warmup = 0
         self.warm = False
+        self._drafter = drafter
         self.lookup = Lookup(1, 1)  # of the programs that look drafts up
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        return self._config.shape
+
+    @property
+    def counted(self) -> Counted:
+        """Shapes of what engines that speculate keep beside the slots."""
+        return self._speculative().counted
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The drafter, while the engine drafts with it and not by look-up."""
+        return self._drafter if self.lookup == FROM_DRAFTER else None
 
     def start(self, keys: Sequence[Key], urgent: bool = False) -> None:
         """Queue compilations, in this order; the urgent ones at full priority."""
@@ -135,19 +169,27 @@ class Programs:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _wait_quietly(self) -> None:
-        for key in list(self._futures):
-            while True:
-                future = self._futures[key]
-                try:
-                    error = future.exception()
-                    break
-                except CancelledError:
-                    if self._futures[key] is future:
-                        return  # shut down; otherwise `get` compiles it itself
-            if error is not None:
-                log.error("warm-up: %s does not compile: %s", _describe(key), error)
-                return  # never warm; a step that needs it raises the error
+        done: set[Key] = set()
+        while waiting := [key for key in list(self._futures) if key not in done]:
+            for key in waiting:
+                if not self._ended_well(key):
+                    return  # never warm; a step that needs it raises the error
+                done.add(key)
         self.warm = True
+
+    def _ended_well(self, key: Key) -> bool:
+        """Wait for a compilation. False when it failed, or will not be done."""
+        while True:
+            future = self._futures[key]
+            try:
+                error = future.exception()
+                break
+            except CancelledError:
+                if self._futures[key] is future:
+                    return False  # shut down; otherwise `get` compiles it itself
+        if error is not None:
+            log.error("warm-up: %s does not compile: %s", _describe(key), error)
+        return error is None
 
     def _compile(self, key: Key) -> Any:
         started = time.monotonic()
@@ -155,7 +197,8 @@ class Programs:
         if isinstance(key.size, Bucket) and len(self._stages) > 1:
             compiled = self._pipeline(key.size)
         else:
-            compiled = self._lowered(key).compile()
+            with compiling(_cache_folder(), f"{self._config} {key}"):
+                compiled = self._lowered(key).compile()
         self.num_compiled += 1
         seconds = time.monotonic() - started
         log.info("program %d ready: %s, %.1f s", self.num_compiled, _describe(key), seconds)
@@ -219,10 +262,17 @@ class Programs:
         data, shards = devices.data, devices.num_shards
         width = config.spec.hidden_size
         if isinstance(key.size, Bucket):
-            if key.kind == "verify":
-                return self._lowered_verify(key.size)
-            if key.kind == "accept":
-                return self._lowered_accept(key.size)
+            match key.kind:
+                case "lookup":
+                    return lower_lookup(self._speculative(), key.size, self.lookup)
+                case "draft":
+                    return lower_draft(self._speculative(), key.size)
+                case "verify":
+                    return lower_verify(self._speculative(), key.size)
+                case "accept":
+                    return lower_accept(self._speculative(), key.size)
+                case "follow":
+                    return lower_follow(self._speculative(), key.size)
             return self._lowered_stage(key.size, Stage())
         if key.kind == "seed":
             shape = self._slot_shape
@@ -233,6 +283,8 @@ class Programs:
             args = (slots, _ints(shards * shape.blob_size))
             return devices.lower(run_seed, args, (data, data), data, donate=(0,))
         size = key.size
+        if key.kind == "remember":
+            return lower_remember(self._speculative(), size)
         head, head_specs = head_params(self._params), head_params(self._specs.params)
         hidden = jax.ShapeDtypeStruct((shards * size, width), jnp.float32)
         if key.kind == "score":
@@ -243,6 +295,16 @@ class Programs:
             targets = _ints(shards * size)
             specs = (head_specs, data, data)
             return devices.lower(run_score, (head, hidden, targets), specs, devices.fetch)
+
+        if key.kind == "pool":
+            num_rows = config.row_buckets[-1]
+
+            def run_pool(hidden: Array, index: Array) -> Array:
+                return devices.fetched(pool_rows(hidden, index, num_rows))
+
+            return devices.lower(
+                run_pool, (hidden, _ints(shards * size)), (data, data), devices.fetch
+            )
 
         def run_sample(
             params: Params, slots: SlotState, hidden: Array, blob: Array, mask: Array
@@ -260,54 +322,17 @@ class Programs:
             donate=(1,),
         )
 
-    def _lowered_verify(self, bucket: Bucket) -> Any:
-        config, slots, lookup = self._config, self._state.slots, self.lookup
-        data, kv_spec = self._devices.data, self._specs.kv
-
-        def run_verify(
-            params: Params, kv: KV, slots: SlotState, length: Array, blob: Array
-        ) -> tuple[KV, Drafted]:
-            return verify_forward(config, bucket, lookup, params, kv, slots, length, blob)
-
-        blob = _ints(verify_layout(bucket, config.shape).size)
-        length = slots.last_token
-        return self._devices.lower(
-            run_verify,
-            (self._params, self._state.kv, slots, length, blob),
-            (self._specs.params, kv_spec, data, data, data),
-            (kv_spec, data),
-            donate=(1,),
-        )
-
-    def _lowered_accept(self, bucket: Bucket) -> Any:
-        config, slots, devices = self._config, self._state.slots, self._devices
-        data, width = devices.data, config.spec.hidden_size
-        head, head_specs = head_params(self._params), head_params(self._specs.params)
-
-        def run_accept(
-            params: Params,
-            slots: SlotState,
-            length: Array,
-            drafted: Drafted,
-            blob: Array,
-            mask: Array,
-        ) -> tuple[SlotState, Array, Array]:
-            slots, length, rows = accept_rows(
-                config, bucket, params, slots, length, drafted, blob, mask
-            )
-            return slots, length, devices.fetched(rows)
-
-        hidden = jax.ShapeDtypeStruct((bucket.tokens, width), jnp.float32)
-        shapes: Any = (hidden, _ints(bucket.rows, bucket.drafts), _ints(bucket.rows))
-        drafted = Drafted(*shapes)
-        mask = _ints(bucket.tokens, -(-config.spec.vocab_size // 32))
-        blob = _ints(rows_layout(bucket.rows).size)
-        return devices.lower(
-            run_accept,
-            (head, slots, slots.last_token, drafted, blob, mask),
-            (head_specs, data, data, data, data, data),
-            (data, data, devices.fetch),
-            donate=(1, 2),
+    def _speculative(self) -> SpecShapes:
+        return SpecShapes(
+            self._config,
+            self._params,
+            head_params(self._params),
+            self._specs.params,
+            head_params(self._specs.params),
+            self._specs.kv,
+            self._state,
+            self._devices,
+            self._drafter,
         )
 
 
@@ -324,6 +349,11 @@ def stage_params(params: Any, stage: Stage, num_layers: int) -> Any:
     return part
 
 
+def _cache_folder() -> Path | None:
+    folder = jax.config.jax_compilation_cache_dir
+    return Path(folder) if folder else None
+
+
 def _yield_to_others() -> None:
     """Compile at low priority: requests are served meanwhile."""
     if hasattr(os, "setpriority"):
@@ -334,7 +364,8 @@ def _describe(key: Key) -> str:
     if isinstance(key.size, Bucket) and key.size.drafts:
         return f"{key.kind} {key.size.rows} rows of {key.size.drafts} drafts"
     if isinstance(key.size, Bucket):
-        return f"{'decode' if key.size.decode_only else 'mixed'} {key.size.tokens}"
+        what = "" if key.kind == "forward" else f"{key.kind} "
+        return f"{what}{'decode' if key.size.decode_only else 'mixed'} {key.size.tokens}"
     return f"{key.kind} {key.size}" if key.size else key.kind
 
 

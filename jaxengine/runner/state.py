@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxengine.models.cache import cache_shapes
 from jaxengine.models.decoder import KV
@@ -28,6 +28,15 @@ class SlotState(NamedTuple):
     bad_prefix: Int[Array, "R B W"]
     bad_last: Int[Array, "R B"]
     allow_mask: Int[Array, "R V32"]
+
+
+class Counted(NamedTuple):
+    """What engines that speculate keep beside the slots. `length` counts the tokens of rows with
+    drafts; `feature` is the target's final hidden state at the position before the last token,
+    for drafters that start from it."""
+
+    length: Int[Array, "R"]
+    feature: Float[Array, "R D"] | None = None
 
 
 class DeviceState(NamedTuple):
@@ -51,15 +60,18 @@ def state_shapes(
     return DeviceState(kv, SlotState(last_token=last, **fields))  # type: ignore[arg-type]
 
 
-def new_state(shapes: DeviceState) -> DeviceState:
-    """Zeroed device state, where the shapes' shardings say."""
+def new_state[T](shapes: T) -> T:
+    """Zeroed arrays of these shapes, where the shapes' shardings say."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
 
 
-def new_lengths(shapes: DeviceState) -> Array:
-    """Zero tokens in every slot; kept beside the state by engines that speculate."""
-    last = shapes.slots.last_token
-    return jnp.zeros(last.shape, last.dtype, device=last.sharding)
+def counted_shapes(slots: SlotState, width: int | None) -> Counted:
+    """ShapeDtypeStructs; `width` D of the features, None: there are none."""
+    last = slots.last_token
+    feature: Any = None
+    if width is not None:
+        feature = jax.ShapeDtypeStruct((*last.shape, width), jnp.float32, sharding=last.sharding)
+    return Counted(last, feature)
 
 
 def seed_slot(shape: SlotShape, slots: SlotState, blob: Int[Array, "n"]) -> SlotState:

@@ -6,7 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "eagle", "draft_model", "mtp")
+WITH_MODEL = ("eagle", "draft_model", "mtp")  # drafted by a model on the device
+WITH_FOLDER = ("eagle", "draft_model")  # ... that `model` names
 MAX_DRAFTS = 128
 DEFAULT_LOOKUP = 5  # tokens, when neither lookup length is given
 
@@ -14,6 +16,7 @@ Range = tuple[int, int, int]  # first and last batch size, K
 
 _FIELDS = (
     "method",
+    "model",
     "num_speculative_tokens",
     "num_speculative_tokens_per_batch_size",
     "prompt_lookup_max",
@@ -32,6 +35,12 @@ class SpeculativeConfig:
     prompt_lookup_min: int = DEFAULT_LOOKUP
     prompt_lookup_max: int = DEFAULT_LOOKUP
     adaptive: bool = False
+    model: str = ""  # folder, file or name of the drafter
+
+    @property
+    def has_model(self) -> bool:
+        """Drafts come from a model on the device."""
+        return self.method in WITH_MODEL
 
 
 def parse_speculative_config(setting: str | dict[str, Any]) -> SpeculativeConfig:
@@ -50,12 +59,15 @@ def parse_speculative_config(setting: str | dict[str, Any]) -> SpeculativeConfig
     adaptive = fields.get("adaptive", False)
     if not isinstance(adaptive, bool):
         raise ValueError(f"speculative_config.adaptive must be true or false, got {adaptive!r}")
+    model = _model(method, fields.get("model"))
     lowest, highest = _lookup(fields)
     table = fields.get("num_speculative_tokens_per_batch_size")
     ranges = () if table is None else _ranges(table)
     static = fields.get("num_speculative_tokens")
     most = max((k for _, _, k in ranges), default=0)
-    if static is None:
+    if static is None and method == "mtp" and not ranges:
+        static = 1  # what the layer was trained for
+    elif static is None:
         if not ranges:
             raise ValueError(
                 "speculative_config needs num_speculative_tokens or "
@@ -73,7 +85,7 @@ def parse_speculative_config(setting: str | dict[str, Any]) -> SpeculativeConfig
         raise ValueError(
             f"speculative_config: {static} drafts a step are more than the {MAX_DRAFTS} possible"
         )
-    return SpeculativeConfig(method, static, ranges, lowest, highest, adaptive)
+    return SpeculativeConfig(method, static, ranges, lowest, highest, adaptive, model)
 
 
 def _fields_of(setting: str | dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +97,20 @@ def _fields_of(setting: str | dict[str, Any]) -> dict[str, Any]:
     if not isinstance(setting, dict):
         raise ValueError(f"speculative_config must be a JSON object, got {setting!r}")
     return setting
+
+
+def _model(method: str, model: Any) -> str:
+    if method in WITH_FOLDER:
+        if not isinstance(model, str) or not model:
+            raise ValueError(
+                f"speculative_config.model must name the drafter of method {method}, got {model!r}"
+            )
+        return model
+    if model is not None:
+        raise ValueError(
+            f"speculative_config.model is for methods {', '.join(WITH_FOLDER)}, not for {method}"
+        )
+    return ""
 
 
 def _lookup(fields: dict[str, Any]) -> tuple[int, int]:

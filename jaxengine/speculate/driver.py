@@ -70,13 +70,18 @@ class Speculator:
         shapes = reachable_shapes(
             self._schedule, row_buckets(planner.max_num_seqs), config.adaptive
         )
-        lookup = (config.prompt_lookup_min, config.prompt_lookup_max)
+        # The executor's drafter takes the place of the look-up.
+        lookup = (
+            (0, 0) if config.has_model else (config.prompt_lookup_min, config.prompt_lookup_max)
+        )
         executor.open_speculation(shapes, lookup, warmup)
 
     def k_of(self, batch_size: int) -> int:
         """Drafts a row in a step of so many rows."""
         k = self._schedule[batch_size]
-        return k if self._controller is None else min(k, self._controller.choose(batch_size))
+        if k == 0 or self._controller is None:
+            return k
+        return min(k, self._controller.choose(batch_size))
 
     def choose(
         self, scheduler: Scheduler, in_flight: Sequence[Bucket], depth: int
@@ -106,12 +111,15 @@ class Speculator:
         bucket = self._executor.choose_verify(count, k)
         if bucket is None:
             return None
-        on_host = depth == 1 or self.config.method != "ngram"
+        on_host = not self.config.has_model and (depth == 1 or self.config.method != "ngram")
         if on_host or state.table.has_grammar[slots].any():
             if in_flight:
                 return WAIT
             on_host = True
-        found = [self._drafts_of(scheduler, request, k, on_host) for request in running]
+        if self.config.has_model:
+            found = [_by_model(scheduler, request, k) for request in running]
+        else:
+            found = [self._drafts_of(scheduler, request, k, on_host) for request in running]
         if not any(found):
             return None
         self._k = k
@@ -183,6 +191,13 @@ class SpeculationStats:
         for k, count in enumerate(self.steps_by_k):
             figures[f"spec_steps_k{k}"] = float(count)
         return figures
+
+
+def _by_model(scheduler: Scheduler, request: Request, k: int) -> bool:
+    """The device drafts for every row; but its tokens come too late for a grammar's masks."""
+    drafts = [ON_DEVICE] * k if request.grammar is None else []
+    scheduler.set_drafts(request, drafts)
+    return bool(drafts)
 
 
 def draft_masks(plan: StepPlan, bucket: Bucket, vocab_size: int) -> Int32:

@@ -15,26 +15,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxengine.layers.attention import AttentionPlan
 from jaxengine.models.decoder import KV, decode, head
 from jaxengine.models.spec import Params
 from jaxengine.runner.forward import StepConfig, sections
 from jaxengine.runner.sampling_step import sampling_inputs
-from jaxengine.runner.state import SlotState
+from jaxengine.runner.state import Counted, SlotState
 from jaxengine.sampling.sampler import sample
-from jaxengine.sched.batch import COLUMN, Bucket, rows_layout
+from jaxengine.sched.batch import COLUMN, BatchShape, Bucket, rows_layout
 from jaxengine.sched.verify_batch import ON_DEVICE, verify_layout
 
 NO_DRAFT = -1
-
-
-class Lookup(NamedTuple):
-    """Lengths of the n-grams that the device looks up, in tokens."""
-
-    low: int
-    high: int
 
 
 class Drafted(NamedTuple):
@@ -48,32 +41,25 @@ class Drafted(NamedTuple):
 def verify_forward(
     config: StepConfig,
     bucket: Bucket,
-    lookup: Lookup,
     params: Params,
     kv: KV,
     slots: SlotState,
     length: Int[Array, "R"],
+    proposed: Int[Array, "S K"],
     blob: Int[Array, "B"],
 ) -> tuple[KV, Drafted]:
     """Run rows of 1 + K tokens (`jaxengine.sched.verify_batch`). `kv` is donated.
 
-    `length[slot]` are a slot's tokens, read where the host does not know.
+    `length[slot]` are a slot's tokens, read where the host does not know; `proposed` are the
+    drafts of rows that the host leaves to the device.
     """
     part = sections(verify_layout(bucket, config.shape), blob)
     rows, width = bucket.rows, 1 + bucket.drafts
     live_row = jnp.arange(rows) < part["num_rows"][0]
-    counted = length.at[part["slots"]].get(mode="fill", fill_value=1)
-    known = jnp.where(part["start"] == ON_DEVICE, counted, part["start"] + 1)
+    known = known_tokens(part, length)
     asked = jnp.arange(bucket.drafts) < part["num_drafts"][:, None]
-    given = jnp.where(asked, part["drafts"], NO_DRAFT)
-
-    def look() -> Array:
-        history = slots.history.at[part["slots"]].get(mode="fill", fill_value=0)
-        return jnp.where(asked, propose(history, known, bucket.drafts, lookup), NO_DRAFT)
-
-    wants = asked & (part["drafts"] == ON_DEVICE)
-    found = jax.lax.cond(wants.any(), look, lambda: given)
-    drafts = jnp.where(wants, found, given)
+    drafts = jnp.where(part["drafts"] == ON_DEVICE, proposed, part["drafts"])
+    drafts = jnp.where(asked, drafts, NO_DRAFT)
     is_draft = jnp.cumprod(drafts >= 0, axis=1) > 0
     drafts = jnp.where(is_draft, drafts, NO_DRAFT)
 
@@ -82,12 +68,8 @@ def verify_forward(
     real = jnp.concatenate([jnp.ones((rows, 1), bool), is_draft], axis=1) & live_row[:, None]
     first = known[:, None] - 1
     position = jnp.where(real, first + jnp.arange(width), first)
-    size, tokens = config.shape.block_size, rows * width
-    column = jnp.clip(position // size, 0, config.shape.table_width - 1)
-    block = jnp.take_along_axis(part["block_table"], column[None], axis=2)
-    # Padding is out of range, all distinct, and dropped.
-    nowhere = config.shape.num_blocks * size + jnp.arange(tokens).reshape(rows, width)
-    kv_slot = jnp.where(real, block * size + position % size, nowhere)
+    tokens = rows * width
+    kv_slot = token_slots(config.shape, part["block_table"], position, real)
     num_tokens = part["num_rows"][0] * width
     plan = AttentionPlan(
         positions=position.reshape(-1),
@@ -105,18 +87,38 @@ def verify_forward(
     return kv, Drafted(hidden, drafts, known)
 
 
+def known_tokens(part: dict[str, Array], length: Int[Array, "R"]) -> Int[Array, "S"]:
+    """The rows' tokens before the step, counted by the device where the host does not know."""
+    counted = length.at[part["slots"]].get(mode="fill", fill_value=1)
+    return jnp.where(part["start"] == ON_DEVICE, counted, part["start"] + 1)
+
+
+def token_slots(
+    shape: BatchShape,
+    block_table: Int[Array, "G S W"],
+    position: Int[Array, "S M"],
+    real: Bool[Array, "S M"],
+) -> Int[Array, "G S M"]:
+    """Where the KV of the rows' tokens goes; out of range, all distinct, for what is not `real`."""
+    column = jnp.clip(position // shape.block_size, 0, shape.table_width - 1)
+    block = jnp.take_along_axis(block_table, column[None], axis=2)
+    nowhere = shape.num_blocks * shape.block_size + jnp.arange(position.size)
+    slot = block * shape.block_size + position % shape.block_size
+    return jnp.where(real, slot, nowhere.reshape(position.shape))
+
+
 def accept_rows(
     config: StepConfig,
     bucket: Bucket,
     params: Params,
     slots: SlotState,
-    length: Int[Array, "R"],
+    counted: Counted,
     drafted: Drafted,
     blob: Int[Array, "B"],
     mask: Int[Array, "T V32"],
-) -> tuple[SlotState, Int[Array, "R"], Int[Array, "S X"]]:
+) -> tuple[SlotState, Counted, Int[Array, "S X"]]:
     """Sample all positions and keep each row's tokens up to the first refused draft. `slots` and
-    `length` are donated.
+    `counted` are donated.
 
     Output row: drafts verified, then for each of 1 + K places token id (-1: none), bad flag,
     rank, ids and log-probability bits, as `sample_rows` has them.
@@ -146,20 +148,31 @@ def accept_rows(
     kept, ended = accepted_tokens(chosen, bad, drafts)
     kept = jnp.where((part["samples"] > 0)[:, None], kept, -1)
     number = (kept >= 0).sum(1)
-    at = jnp.where(number > 0, part["slots"], _nowhere(length, rows))
-    last = jnp.take_along_axis(kept, jnp.maximum(number - 1, 0)[:, None], 1)[:, 0]
+    at = jnp.where(number > 0, part["slots"], _nowhere(counted.length, rows))
+    end = jnp.maximum(number - 1, 0)[:, None]
+    last = jnp.take_along_axis(kept, end, 1)[:, 0]
     slots = slots._replace(
         last_token=slots.last_token.at[at].set(last, mode="drop"),
         history=_write(slots.history, part["slots"], known, kept),
     )
-    length = length.at[at].set(known + number, mode="drop")
+    feature = counted.feature
+    if feature is not None:
+        hidden = drafted.hidden.reshape(rows, width, -1)
+        newest = jnp.take_along_axis(hidden, end[:, :, None], 1)[:, 0]
+        feature = feature.at[at].set(newest, mode="drop")
+    counted = Counted(counted.length.at[at].set(known + number, mode="drop"), feature)
     flag = jnp.zeros((rows, width), jnp.int32).at[:, 0].set(ended)
     bits = jax.lax.bitcast_convert_type(out.logprobs.astype(jnp.float32), jnp.int32)
     columns = jnp.concatenate(
         [kept.reshape(-1, 1), flag.reshape(-1, 1), out.ranks[:, None], out.logprob_ids, bits],
         axis=1,
     )
-    return slots, length, jnp.concatenate([count[:, None], columns.reshape(rows, -1)], axis=1)
+    return slots, counted, jnp.concatenate([count[:, None], columns.reshape(rows, -1)], axis=1)
+
+
+def kept_tokens(rows: Int[Array, "S X"], places: int) -> Int[Array, "S M"]:
+    """From output rows of `accept_rows`: the tokens that were kept, -1 behind them."""
+    return rows[:, 1:].reshape(rows.shape[0], places, -1)[:, :, 0]
 
 
 def accepted_tokens(
@@ -174,27 +187,6 @@ def accepted_tokens(
     accepted = jnp.cumprod(agree, axis=1).sum(1)
     kept = jnp.where(jnp.arange(chosen.shape[1]) <= accepted[:, None], chosen, -1)
     return kept, bad[:, 0].astype(jnp.int32)
-
-
-def propose(
-    history: Int[Array, "S H"], length: Int[Array, "S"], k: int, lookup: Lookup
-) -> Int[Array, "S K"]:
-    """What followed the earliest occurrence of each row's longest repeated n-gram; NO_DRAFT where
-    nothing did. As `jaxengine.speculate.ngram`."""
-    rows, width = history.shape
-    place = jnp.arange(width)
-    alive = place < length[:, None]
-    matched = jnp.zeros((rows, width), jnp.int32)
-    for n in range(1, lookup.high + 1):
-        token = jnp.take_along_axis(history, jnp.maximum(length - n, 0)[:, None], 1)
-        before = jnp.pad(history, ((0, 0), (n, 0)), constant_values=-2)[:, :width]
-        alive &= (before == token) & (length >= n)[:, None]
-        matched += alive
-    best = matched.max(1, keepdims=True)
-    at = jnp.where(matched == best, place, width).min(1, keepdims=True)
-    ahead = at + jnp.arange(k)
-    tokens = jnp.take_along_axis(history, jnp.minimum(ahead, width - 1), 1)
-    return jnp.where((best >= lookup.low) & (ahead < length[:, None]), tokens, NO_DRAFT)
 
 
 def _write(

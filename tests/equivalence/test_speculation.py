@@ -83,8 +83,10 @@ def wrong(request_id: str, tokens: Int32, k: int) -> list[int]:
     return [(int(tokens[-1]) * 7 + 11 * i + len(tokens)) % VOCAB for i in range(k)]
 
 
-def assert_equal(requests: list[EngineRequest], got: dict[str, Seen]) -> None:
-    want = alone(oracle_engine(), requests)
+def assert_equal(
+    requests: list[EngineRequest], got: dict[str, Seen], oracle: EngineCore | None = None
+) -> None:
+    want = alone(oracle or oracle_engine(), requests)
     for wire in requests:
         a, b = want[wire.request_id], got[wire.request_id]
         assert (a.ids, a.finish, a.stop_reason) == (b.ids, b.finish, b.stop_reason), wire
@@ -126,6 +128,34 @@ def test_random_mixes_are_equal(steps: int) -> None:
         assert after[f"steps_k{k}"] > before[f"steps_k{k}"]
     assert core.stats().num_preemptions > preempted
     assert core.stats().compilations_after_warmup == 0
+
+
+@DEPTHS
+@pytest.mark.parametrize("setting", [{"method": "suffix"}, {"method": "ngram", "adaptive": True}])
+def test_other_drafters_are_equal(
+    setting: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the shapes that are compiled. An adaptive engine begins without running requests."""
+    core = speculating()
+    monkeypatch.setattr(core.executor, "open_speculation", lambda *_: None)
+    before = core._speculator
+    core.use_speculation({**CONFIG, **setting})
+    rng = random.Random(9)
+    requests = [
+        request(f"{i}", prompt_of(rng, 8) * 3, max_tokens=rng.choice([5, 40]), **random_params(rng))
+        for i in range(16)
+    ]
+    # Adaptive K needs steps of equal size to learn from.
+    requests += [request(f"long {i}", [7, 8, 9] * 4, max_tokens=120) for i in range(2)]
+    try:
+        with depth(core, steps):
+            assert_equal(requests, in_turns(core, requests, every=7))
+        figures = spec_figures(core)
+    finally:
+        core._speculator = before
+    assert figures["num_draft_tokens"] > 20
+    assert figures["steps_k0"] > 0
+    assert sum(figures[f"steps_k{k}"] for k in range(1, 6)) > 5
 
 
 def constant(name: str, **params: Any) -> EngineRequest:
@@ -239,7 +269,7 @@ def test_rejected_kv_is_never_found() -> None:
     assert sum(one.cached for one in got.values()) >= 32
 
 
-def _byte_compiler() -> tuple[tokenizers.Tokenizer, GrammarCompiler, int]:
+def byte_compiler() -> tuple[tokenizers.Tokenizer, GrammarCompiler, int]:
     vocab = {piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tk = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tk.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -252,7 +282,7 @@ def _byte_compiler() -> tuple[tokenizers.Tokenizer, GrammarCompiler, int]:
 def test_grammars_hold(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """B14: one legal text, near misses of it in the prompt, beside unconstrained requests."""
     core = speculating()
-    tk, compiler, eos = _byte_compiler()
+    tk, compiler, eos = byte_compiler()
     text = '{"colour":"green","size":"large"}'
     fields = StructuredOutputsParams(regex=re.escape(text))
     spec = check_structured(fields)

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxengine.speculate.lookup import Lookup, propose
 from jaxengine.speculate.ngram import NgramProposer
-from jaxengine.speculate.verify import Lookup, propose
 
 WIDTH = 24
 device = jax.jit(propose, static_argnums=(2, 3))

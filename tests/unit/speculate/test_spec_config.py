@@ -13,6 +13,7 @@ from jaxengine.speculate.config import parse_speculative_config
 from jaxengine.speculate.schedule import choices, compile_schedule, reachable_shapes, width_of
 
 TABLE = "num_speculative_tokens_per_batch_size"
+K2 = {"num_speculative_tokens": 2}
 
 
 def table(*ranges: list[Any], **more: Any) -> dict[str, Any]:
@@ -56,6 +57,12 @@ BAD = {
     "lookup": (table([1, 1, 1], prompt_lookup_min=3, prompt_lookup_max=2), "min 3 is more"),
     "zero": (table([1, 1, 1], prompt_lookup_min=0), "prompt_lookup_min .* at least 1"),
     "adaptive": (table([1, 1, 1], adaptive="yes"), "adaptive must be true or false"),
+    "model": ({"method": "eagle", "num_speculative_tokens": 2}, "model must name the drafter"),
+    "no name": (
+        {"method": "draft_model", "model": 3, "num_speculative_tokens": 2},
+        "model .* got 3",
+    ),
+    "own layers": ({"method": "mtp", "model": "x"}, "model is for methods eagle, draft_model"),
     "text": ("{", "is not JSON"),
     "list": ("[1]", "must be a JSON object"),
 }
@@ -73,6 +80,13 @@ def test_one_lookup_length_is_both() -> None:
     for name in ("prompt_lookup_min", "prompt_lookup_max"):
         config = parse_speculative_config(table([1, 1, 1], **{name: 3}))
         assert (config.prompt_lookup_min, config.prompt_lookup_max) == (3, 3)
+
+
+def test_a_drafter_with_a_model() -> None:
+    config = parse_speculative_config({"method": "eagle", "model": "x", **K2})
+    assert config.has_model and config.model == "x"
+    assert not parse_speculative_config({"method": "ngram", **K2}).has_model
+    assert parse_speculative_config({"method": "mtp"}).num_speculative_tokens == 1
 
 
 def test_few_programs() -> None:

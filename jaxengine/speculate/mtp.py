@@ -1,0 +1,139 @@
+"""Multi-token prediction with the checkpoint's own extra layer (DeepSeek-AI, 2024).
+
+Behind its L layers a model may have one more that was trained to guess a token further: at
+position p it takes the target's final hidden state and the token at p + 1. Drafting again from
+its own output gives the tokens after that. Its KV at p needs the token at p + 1, so that it is
+written once the step was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxengine.layers.attention import AttentionPlan
+from jaxengine.layers.linear import linear
+from jaxengine.layers.norm import rms_norm
+from jaxengine.models.decoder import KV, decode, embed
+from jaxengine.models.layout import Stage
+from jaxengine.models.params import Leaf, layer_leaves
+from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.runner.forward import StepConfig
+from jaxengine.runner.state import Counted, SlotState
+from jaxengine.sched.batch import Bucket
+from jaxengine.speculate.drafter import Drafter, draft_inputs, features_of, row_plan
+from jaxengine.speculate.second_model import greedy
+from jaxengine.weights.resolve import ModelFiles
+
+NUM_LAYERS = "num_nextn_predict_layers"  # in config.json
+_LAST = Stage(1, 2)  # of one layer: takes hidden states, gives final-normed ones
+_PREFIX = "model.layers.{i}."
+
+
+def extra_layer(spec: DecoderSpec, files: ModelFiles) -> DecoderSpec:
+    """The target's spec with its extra layer counted. Raises ValueError when there is none."""
+    count = (files.config or {}).get(NUM_LAYERS) or 0
+    if spec.family != "deepseek_v3" or count != 1:
+        raise ValueError(
+            f"speculative_config.method mtp is for DeepSeek-V3 checkpoints with {NUM_LAYERS} 1; "
+            f"{files.name} is {spec.family} with {count}"
+        )
+    windows = (*spec.windows, 0) if spec.windows else ()
+    return replace(spec, num_layers=spec.num_layers + 1, windows=windows)
+
+
+def one_layer(spec: DecoderSpec) -> DecoderSpec:
+    """A model of the last layer alone."""
+    last = spec.num_layers - 1
+    dense = () if spec.is_moe(last) else (0,)
+    return replace(
+        spec, num_layers=1, windows=spec.windows[last:], dense_layers=dense, no_rope_layers=()
+    )
+
+
+def mtp_leaves(spec: DecoderSpec) -> dict[str, tuple[Leaf, str]]:
+    """Leaves beside the decoder layer's, and their names in a checkpoint."""
+    width, table = spec.hidden_size, Leaf((spec.vocab_size, spec.hidden_size))
+    norm = Leaf((width,))
+    return {
+        "embed": (table, _PREFIX + "embed_tokens.weight"),
+        "head": (table, _PREFIX + "shared_head.head.weight"),
+        "head_norm": (norm, _PREFIX + "shared_head.norm.weight"),
+        "token_norm": (norm, _PREFIX + "enorm.weight"),
+        "hidden_norm": (norm, _PREFIX + "hnorm.weight"),
+        "join": (Leaf((width, 2 * width)), _PREFIX + "eh_proj.weight"),
+    }
+
+
+def mtp_shapes(extended: DecoderSpec, dtype: Any) -> Params:
+    """ShapeDtypeStructs of the extra layer's parameters: {"layers": [...], "embed", "head", "join",
+    norms}."""
+
+    def struct(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, np.float32 if leaf.wide else dtype)
+
+    layer = layer_leaves(extended, extended.num_layers - 1)
+    params: Params = {name: struct(leaf) for name, (leaf, _) in mtp_leaves(extended).items()}
+    params["layers"] = [{name: struct(leaf) for name, leaf in layer.items()}]
+    return params
+
+
+def mtp_drafter(
+    step: StepConfig, params: Params, kv: KV, load: Callable[[Params], Params]
+) -> Drafter:
+    """`step` is the layer's own (of `one_layer`); `params` and `kv` are shapes; `load` gets the
+    target's parameters."""
+
+    def propose(
+        bucket: Bucket, params: Params, kv: KV, slots: SlotState, counted: Counted, blob: Array
+    ) -> tuple[KV, Array]:
+        part, last, known = draft_inputs(step, bucket, slots, counted, blob)
+        live = jnp.arange(bucket.rows) < part["num_rows"][0]
+
+        def one(carry: tuple[KV, Array, Array], i: Array) -> tuple[Any, Array]:
+            kv, tokens, hidden = carry
+            # The first position of all has no token behind its own yet when a prompt has one token.
+            position = known - 2 + i
+            real = live & (i < part["num_drafts"]) & (position >= 0)
+            plan = row_plan(step, part, position[:, None], real[:, None])
+            hidden, kv = run_layer(step, params, kv, tokens, hidden, plan)
+            out = rms_norm(hidden, params["head_norm"], step.spec.norm_eps)
+            tokens = greedy(step.spec, params, out, step.spec.vocab_size)
+            return (kv, tokens, hidden), tokens
+
+        begin = (kv, last, features_of(counted, part))
+        (kv, _, _), drafts = jax.lax.scan(one, begin, jnp.arange(bucket.drafts))
+        return kv, drafts.T
+
+    def layers(params: Params, kv: KV, ids: Array, hidden: Array | None, plan: AttentionPlan) -> KV:
+        assert hidden is not None
+        return run_layer(step, params, kv, ids, hidden, plan)[1]
+
+    return Drafter(
+        "mtp", params, load, propose, kv, layers,
+        reads_hidden=True, remembers=True,
+    )  # fmt: skip
+
+
+def run_layer(
+    step: StepConfig,
+    params: Params,
+    kv: KV,
+    ids: Int[Array, "T"],
+    hidden: Float[Array, "T D"],
+    plan: AttentionPlan,
+) -> tuple[Float[Array, "T D"], KV]:
+    """The layer over the target's hidden states and the tokens behind them. Its output is scaled
+    to a mean square of 1: both norms that read it would do that themselves."""
+    spec = step.spec
+    token = rms_norm(embed(spec, params, ids, step.layout), params["token_norm"], spec.norm_eps)
+    state = rms_norm(hidden, params["hidden_norm"], spec.norm_eps)
+    x = linear(jnp.concatenate([token, state], -1), params["join"])
+    plain = {"layers": params["layers"], "final_norm": jnp.ones((spec.hidden_size,), jnp.float32)}
+    return decode(spec, plain, kv, x, plan, step.layout, _LAST)

@@ -1,0 +1,193 @@
+"""From `--speculative-config` to a drafter: its files, the checks that it fits, its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxengine.config import EngineConfig
+from jaxengine.models.cache import cache_bytes_per_token, cache_shapes
+from jaxengine.models.decoder import KV
+from jaxengine.models.layout import StepLayout
+from jaxengine.models.params import param_shapes
+from jaxengine.models.spec import DecoderSpec, Params, for_context
+from jaxengine.runner.choice import choose_attention
+from jaxengine.runner.forward import StepConfig
+from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
+from jaxengine.speculate.drafter import Drafter
+from jaxengine.weights.errors import ModelLoadError
+from jaxengine.weights.fingerprint import fingerprint
+from jaxengine.weights.load import load_params, load_spec
+from jaxengine.weights.resolve import ModelFiles, resolve_model
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that drafts are for."""
+
+    files: ModelFiles
+    spec: DecoderSpec
+    dtype: str
+    layout: StepLayout
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """A drafter before the engine's sizes are known. `token_bytes`: its KV of one token.
+    `open` takes the target's step and the shapes of its parameters, and raises ValueError."""
+
+    token_bytes: int
+    open: Callable[[StepConfig, Params], Drafter]
+
+
+def find_drafter(config: EngineConfig, target: Target) -> Prospect | None:
+    """None for a method that drafts without a model. Raises ValueError and the loader's errors for
+    a drafter that cannot work here."""
+    setting = config.scheduler.speculative_config
+    if setting is None:
+        return None
+    chosen = parse_speculative_config(setting)
+    if not chosen.has_model or not chosen.num_speculative_tokens:
+        return None
+    _refuse(config, chosen.method)
+    match chosen.method:
+        case "eagle":
+            return _eagle(chosen, target)
+        case "draft_model":
+            return _second_model(config, chosen, target)
+    return _mtp(target)
+
+
+def _refuse(config: EngineConfig, method: str) -> None:
+    parallel, cache = config.parallel, config.cache
+    clashes = {
+        "tensor_parallel_size": parallel.tensor_parallel_size > 1,
+        "attention_data_parallel_size": parallel.attention_data_parallel_size > 1,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
+    }
+    if method != "eagle":  # it alone keeps no KV, which other tiers would not hold
+        clashes["kv_offloading_size"] = cache.kv_offloading_size is not None
+        clashes["kv_transfer_config"] = cache.kv_transfer_config is not None
+    for name, clash in clashes.items():
+        if clash:
+            raise ValueError(
+                f"speculative_config.method {method} does not work with {name}; "
+                "leave one of them out"
+            )
+
+
+def _eagle(chosen: SpeculativeConfig, target: Target) -> Prospect:
+    from jaxengine.speculate.eagle import eagle_drafter, read_head
+
+    draft = read_head(chosen.model, target.spec, fingerprint(target.files))
+    return Prospect(0, lambda step, params: eagle_drafter(draft, step, params))
+
+
+def _second_model(config: EngineConfig, chosen: SpeculativeConfig, target: Target) -> Prospect:
+    from jaxengine.speculate.second_model import check_fits, model_drafter
+
+    try:
+        files = resolve_model(chosen.model, None, config.model.download_dir)
+    except ModelLoadError as error:
+        raise ValueError(f"speculative_config.model: {error}") from error
+    plain = load_spec(files)
+    vocab_size = _common_vocabulary(files, plain, target)
+    kv_dtype = jnp.dtype(target.dtype)
+    layout, _ = choose_attention(
+        config.runner.attention_backend,
+        plain,
+        kv_dtype,
+        target.block_size,
+        jax.default_backend() == "cpu",
+    )
+
+    def open_(step: StepConfig, params: Params) -> Drafter:
+        max_model_len = step.spec.rope.context
+        check_fits(plain, target.spec, max_model_len, chosen.model)
+        spec = for_context(plain, max_model_len)
+        own = replace(step, spec=spec, layout=layout)
+
+        def load() -> Params:
+            return load_params(files, spec, target.dtype, jnp.asarray)
+
+        shapes = param_shapes(spec, kv_dtype)
+        return model_drafter(own, shapes, _kv_shapes(own, kv_dtype), load, vocab_size)
+
+    return Prospect(cache_bytes_per_token(plain, kv_dtype.itemsize, layout), open_)
+
+
+def _mtp(target: Target) -> Prospect:
+    from jaxengine.speculate.mtp import extra_layer, mtp_drafter, mtp_shapes, one_layer
+    from jaxengine.speculate.mtp_load import read_mtp
+
+    extended = extra_layer(target.spec, target.files)
+    kv_dtype = jnp.dtype(target.dtype)
+    size = cache_bytes_per_token(one_layer(extended), kv_dtype.itemsize, target.layout)
+
+    def open_(step: StepConfig, params: Params) -> Drafter:
+        layer_spec = replace(one_layer(extended), rope=step.spec.rope)
+        own = replace(step, spec=layer_spec)
+
+        def load(of_target: Params) -> Params:
+            layer, others = read_mtp(target.files, extended, target.dtype)
+            loaded: Params = {name: _put(array, of_target, name) for name, array in others.items()}
+            loaded["layers"] = [{name: jnp.asarray(array) for name, array in layer.items()}]
+            return loaded
+
+        shapes = mtp_shapes(extended, kv_dtype)
+        return mtp_drafter(own, shapes, _kv_shapes(own, kv_dtype), load)
+
+    return Prospect(size, open_)
+
+
+def _put(array: NDArray[Any], target: Params, name: str) -> jax.Array:
+    """On the device; what checkpoints store twice (embedding, output head) only once."""
+    other = target.get(name)
+    if isinstance(other, jax.Array) and other.shape == array.shape and other.dtype == array.dtype:
+        if np.array_equal(np.asarray(other), array):
+            return other
+    return jnp.asarray(array)
+
+
+def _kv_shapes(step: StepConfig, dtype: Any) -> KV:
+    """The drafter's pool: as many blocks of the same size as the target's."""
+    shape = step.shape
+    arrays = cache_shapes(step.spec, step.layout, shape.num_blocks, shape.block_size)
+    cache = tuple(jax.ShapeDtypeStruct(dims, dtype) for dims in arrays)
+    return (cache,) * step.spec.num_layers  # type: ignore[return-value]
+
+
+def _common_vocabulary(files: ModelFiles, spec: DecoderSpec, target: Target) -> int:
+    """How many ids mean the same in both models: all that both have (embeddings may be padded
+    differently). Raises ValueError when some id does not, or cannot be compared."""
+    from jaxengine.frontend.tokenizer import load_tokenizer
+
+    what = f"speculative_config.model {files.path}"
+    vocabularies = []
+    for each in (target.files, files):
+        try:
+            vocabularies.append(load_tokenizer(each).tk.get_vocab(with_added_tokens=True))
+        except ModelLoadError:  # a model without tokenizer serves token ids
+            vocabularies.append({})
+    theirs, own = vocabularies
+    if theirs != own:
+        differ = sorted(
+            name for name in theirs.keys() | own.keys() if theirs.get(name) != own.get(name)
+        )
+        raise ValueError(
+            f"{what} has another vocabulary than the target: {len(differ)} tokens differ, "
+            f"the first is {differ[0]!r}"
+        )
+    if not own and spec.vocab_size != target.spec.vocab_size:
+        raise ValueError(
+            f"{what} has a vocabulary of {spec.vocab_size} tokens, the target of "
+            f"{target.spec.vocab_size}, and neither has a tokenizer to compare"
+        )
+    return min(spec.vocab_size, target.spec.vocab_size)
