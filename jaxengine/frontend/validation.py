@@ -18,6 +18,7 @@ from jaxengine.structured import Spec, check_structured
 
 MAX_N = 16384
 MAX_BAD_WORDS = 1024
+MAX_STOP_STRINGS = 1024
 # At 1e-4 and below the logits' own rounding decides, so these are greedy. Larger ones are sampled.
 GREEDY_TEMPERATURE = 1e-4
 INT64 = (-(2**63), 2**63 - 1)
@@ -186,6 +187,8 @@ def check_params(params: SamplingParams, limits: Limits) -> SamplingParams:
         )
     if changes["stop"] and not params.detokenize:
         raise RequestError("stop", "stop strings need detokenize")
+    if len(changes["stop"] or ()) > MAX_STOP_STRINGS:
+        raise RequestError("stop", f"stop may hold at most {MAX_STOP_STRINGS} strings")
     if len(changes["bad_words"] or ()) > MAX_BAD_WORDS:
         raise RequestError("bad_words", f"bad_words may hold at most {MAX_BAD_WORDS} words")
     if params.allowed_token_ids is not None:

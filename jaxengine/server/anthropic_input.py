@@ -237,8 +237,9 @@ def _choice(choice: Mapping[str, Any] | None, names: Sequence[str]) -> tuple[Any
 def _check_edits(asked: Any) -> None:
     """Nothing is ever cleared from a conversation: only edits that keep all of it are taken."""
     edits = (asked or {}).get("edits") if isinstance(asked, Mapping | None) else asked
-    kept = all(isinstance(e, Mapping) and e.get("keep") == "all" for e in edits or ())
-    if not isinstance(edits, list | None) or not kept:
+    if not isinstance(edits, list | None) or not all(
+        isinstance(e, Mapping) and e.get("keep") == "all" for e in edits or ()
+    ):
         raise _bad("context_management is not supported", "context_management")
 
 

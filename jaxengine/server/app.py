@@ -8,8 +8,19 @@ from starlette.middleware.cors import CORSMiddleware
 import jaxengine
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM
-from jaxengine.server import admin, basic, chat, completions, errors, fault
-from jaxengine.server.middleware import Gate
+from jaxengine.server import (
+    admin,
+    anthropic_messages,
+    basic,
+    chat,
+    completions,
+    embeddings,
+    errors,
+    fault,
+    openai_responses,
+    openapi,
+)
+from jaxengine.server.middleware import Gate, needs_key
 from jaxengine.server.state import ServerState
 
 
@@ -21,16 +32,27 @@ def build_app(engine: AsyncLLM | None, config: EngineConfig) -> FastAPI:
     )
     app.state.server = ServerState(config, engine)
     errors.install(app)
-    for router in (completions.router, chat.router, basic.router, admin.router):
+    for router in (
+        completions.router,
+        chat.router,
+        embeddings.router,
+        basic.router,
+        admin.router,
+    ):
         app.include_router(router)
+    openai_responses.install(app)
+    app.include_router(anthropic_messages.router)
     if config.fault.enable_fault_tolerance:
         app.include_router(fault.router)
+    openapi.install(app, lambda path: needs_key(config.server, path))
     app.add_middleware(Gate, config=config.server)
     if config.server.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.server.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
+            allow_methods=config.server.allowed_methods,
+            allow_headers=config.server.allowed_headers,
+            allow_credentials=config.server.allow_credentials,
+            expose_headers=["X-Request-Id"],
         )
     return app

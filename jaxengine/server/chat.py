@@ -202,7 +202,8 @@ async def _admit(
             raise RequestError("tools", text) from None
         if error.field == "max_tokens" and body.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
-        raise RequestError(names.get(error.field, error.field), error.message) from None
+        name, text = names.get(error.field, error.field), error.message
+        raise RequestError(name, text if name in text else f"{name}: {text}") from None
 
 
 def _one_call_each(choice: ChatChunkChoice) -> list[ChatChunkChoice]:

@@ -13,10 +13,30 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from jaxengine.engine.async_llm import AsyncLLM
+from jaxengine.engine.dp.orders import INSTRUCTIONS
 from jaxengine.server.errors import ApiError
+from jaxengine.server.openapi import answers
 from jaxengine.server.state import state_of
 
 router = APIRouter(prefix="/fault_tolerance")
+
+_ORDER = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "instruction": {"enum": list(INSTRUCTIONS)},
+                        "params": {"type": "object", "properties": {"rank": {"type": "integer"}}},
+                    },
+                    "required": ["instruction"],
+                }
+            }
+        },
+    }
+}
 
 
 def _engine(request: Request) -> AsyncLLM:
@@ -27,27 +47,33 @@ def _engine(request: Request) -> AsyncLLM:
     return engine
 
 
-@router.get("/status")
+@router.get("/status", responses=answers(503))
 async def status(request: Request) -> dict[str, Any]:
     """The state of every rank, and the latest events. Asks no engine."""
     return _engine(request).board.payload()
 
 
-@router.post("/apply", response_model=None)
+@router.post(
+    "/apply",
+    response_model=None,
+    status_code=202,
+    responses=answers(400, 413, 503),
+    openapi_extra=_ORDER,
+)
 async def apply(request: Request) -> Response:
     """Order `instruction` (retry, respawn, drain) for `params.rank`, or for all ranks that need
     it. Answers at once; /fault_tolerance/result/{request_id} tells what came of it."""
     engine = _engine(request)
     try:
         body = json.loads(await request.body())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     order = engine.orders.apply(body)
     message = f"{order.instruction} was ordered for ranks {order.ranks}"
     return JSONResponse({"message": message, "request_id": order.request_id}, 202)
 
 
-@router.get("/result/{request_id}")
+@router.get("/result/{request_id}", responses=answers(404, 503))
 async def result(request_id: str, request: Request) -> dict[str, Any]:
     """What came of an order, by the id that it was given."""
     order = _engine(request).orders.find(request_id)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from jaxengine.engine.async_llm import AsyncLLM, off_loop
 from jaxengine.frontend.chat_template import ChatTemplateError
 from jaxengine.frontend.validation import RequestError
-from jaxengine.server.errors import ApiError
+from jaxengine.server.errors import ApiError, to_api_error
 from jaxengine.server.protocol import ChatBody
 from jaxengine.server.render import render
 from jaxengine.server.responses import ChatLogprob, ChatLogprobs, Delta, Message
@@ -115,12 +115,13 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         raise RequestError(names[error.field], told(error.field, error.message)) from None
     except ChatTemplateError as error:
         raise ApiError(400, told("messages", str(error)), param=names["messages"]) from None
-    except ApiError as error:
-        field = error.param
+    except (ApiError, RequestValidationError) as problem:
+        refusal = to_api_error(problem)
+        field = refusal.param
         if field is None or field not in names:
             raise
-        message = told(field, error.message)
-        raise ApiError(error.status, message, param=names[field], code=error.code) from None
+        message = told(field, refusal.message)
+        raise ApiError(refusal.status, message, param=names[field], code=refusal.code) from None
 
 
 async def count_prompt(body: ChatBody, engine: AsyncLLM) -> int:

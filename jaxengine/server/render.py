@@ -14,6 +14,7 @@ from jaxengine.frontend.chat_template import (
     takes_tools,
 )
 from jaxengine.frontend.tools.describe import with_description
+from jaxengine.frontend.validation import check_text
 from jaxengine.server.errors import ApiError
 from jaxengine.server.protocol import ChatBody, TokenizeBody
 
@@ -26,7 +27,7 @@ async def render(
 ) -> str:
     """The conversation as text, by the model's template. `tools`, if any, are given to it; where
     it has no place for them, they are described in the system message. Raises ApiError 400,
-    ChatTemplateError."""
+    ChatTemplateError, RequestError."""
     messages = body.messages
     if not messages:
         raise ApiError(400, "messages must not be empty", param="messages")
@@ -68,6 +69,9 @@ async def render(
         )
 
     def work() -> str:
+        return check_text("messages", made())
+
+    def made() -> str:
         if not tools:
             return rendered(messages, ())
         if not takes_tools(pick_template(template, tools=tools)):

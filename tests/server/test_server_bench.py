@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serverlib import Server
+from serverlib import Server, running
 
 from jaxengine.bench import sched, serve
 
 
+@pytest.fixture(scope="module")
+def paced() -> Iterator[Server]:
+    """Tokens come one at a time: there are gaps to measure."""
+    with running("--max-model-len", "512", step=0.03) as up:
+        yield up
+
+
 def test_bench_serve(
-    server: Server, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    paced: Server, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "figures.json"
-    argv = ["--base-url", server.url, "--num-prompts", "12", "--max-concurrency", "3"]
+    argv = ["--base-url", paced.url, "--num-prompts", "12", "--max-concurrency", "3"]
     argv += ["--random-input-len", "20", "--random-output-len", "7", "--request-rate", "200"]
     assert serve.main([*argv, "--output-json", str(path)]) == 0
     figures: dict[str, Any] = json.loads(path.read_text())

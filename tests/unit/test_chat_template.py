@@ -16,6 +16,7 @@ from jaxengine.frontend.chat_template import (
     render_chat,
     render_messages,
     takes_content_parts,
+    takes_tools,
 )
 
 DATA = pathlib.Path(__file__).resolve().parents[2] / "../shared/realdata/templates"
@@ -74,7 +75,12 @@ def test_request_rendering(template: str, data: dict[str, Any], case: dict[str, 
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     variables = _variables(data, case)
     better = case.get("if_null_is_made_empty", case)
-    if "expected" in better:
+    calls = [c["function"] for m in messages for c in m.get("tool_calls") or ()]
+    if any(c["name"] not in better.get("expected", c["name"]) for c in calls):
+        shown = render_messages(template, messages, **variables)  # B21: the call is there
+        arguments = [json.dumps(json.loads(c["arguments"]), ensure_ascii=False) for c in calls]
+        assert all(c["name"] in shown for c in calls) and all(a in shown for a in arguments)
+    elif "expected" in better:
         assert render_messages(template, messages, **variables) == better["expected"]
     elif not case.get("policy_dependent"):
         with pytest.raises(ChatTemplateError, match="."):
@@ -188,6 +194,49 @@ def test_arguments_pasted_as_text_fall_back_to_json() -> None:
 def test_bad_messages(messages: Any, match: str) -> None:
     with pytest.raises(ChatTemplateError, match=match):
         normalize_messages(messages)
+
+
+def test_b21_calls_where_content_must_be_null() -> None:
+    """The template of DeepSeek-R1 passes over calls beside content, be it empty."""
+    template, data = _load(DATA / "deepseek-r1-distill-llama-8b.cases.json")
+    recorded = {c["name"]: c for c in data["cases"]}
+    case = next(c for n, c in recorded.items() if n.endswith("args_string") and "expected" in c)
+    messages = json.loads(json.dumps(case["messages"]))
+    for message in messages:
+        if message.get("tool_calls"):
+            message["content"] = ""
+    assert render_messages(template, messages, **_variables(data, case)) == case["expected"]
+
+
+def test_b21_calls_in_templates_without_calls() -> None:
+    messages = [{"role": "assistant", "content": "So", "tool_calls": [CALL]}]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    text = 'So\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert render_messages(template, messages) == text
+
+
+def test_roles_and_fields_as_the_template_knows_them() -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{% endfor %}"
+    messages = [
+        {"role": "developer", "content": "x"},
+        {"role": "assistant", "content": "y", "reasoning": "hm"},
+    ]
+    assert render_messages(template, messages) == "<system><assistant>hm"
+    assert render_messages("{# developer #}" + template, messages).startswith("<developer>")
+    thinking = "{% for m in messages %}[{{ m.thinking }}]{% endfor %}"
+    assert render_messages(thinking, messages) == "[][hm]"
+
+
+def test_which_templates_take_tools() -> None:
+    with_tools = {path.name.split(".cases")[0] for path in FILES if takes_tools(_load(path)[0])}
+    without = {p.name.split(".cases")[0] for p in FILES} - with_tools
+    assert without == {
+        "deepseek-r1-distill-llama-8b",
+        "gemma-2-2b-it",
+        "llama-2-7b-chat",
+        "mixtral-8x7b-instruct-v0.1",
+        "phi-3.5-mini-instruct",
+    }
 
 
 def test_named_templates() -> None:
