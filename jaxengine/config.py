@@ -91,7 +91,7 @@ class SchedulerConfig:
     watermark: float = 0.0
     """Share of KV blocks kept free when new requests are admitted."""
     speculative_config: str | dict[str, Any] | None = None
-    """JSON: method (ngram | suffix), num_speculative_tokens or
+    """JSON: method (ngram | suffix | eagle | draft_model | mtp), model, num_speculative_tokens or
     num_speculative_tokens_per_batch_size ([[first, last, K], ...]), prompt_lookup_max,
     prompt_lookup_min, adaptive."""
     max_num_queued_reqs: int | None = None

@@ -17,6 +17,7 @@ from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.engine.cache_counts import CacheCounts
 from jaxengine.engine.divide import cache_spec, divide, expert_tables, place_experts
 from jaxengine.engine.dp.coupling import member_of
+from jaxengine.engine.kv_room import CPU_KV_BYTES, kv_room, weight_bytes
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.nodes import join_nodes, over_processes
 from jaxengine.executor.shards import equal_pools
@@ -44,8 +45,6 @@ from jaxengine.weights.load import checkpoint_dtype, load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
 
 log = logging.getLogger(__name__)
-
-CPU_KV_BYTES = 384 * 2**20  # of the pool when nothing was said, on CPU
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,10 @@ def build(config: EngineConfig) -> Built:
     devices = stages[-1]
     prospect = find_drafter(config, Target(files, spec, dtype, layout, block_size))
     drafter_bytes = 0 if prospect is None else prospect.token_bytes
-    planner = plan_sizes(config, spec, kv_dtype, block_size, layout, drafter_bytes)
+    weights = weight_bytes(spec, kv_dtype, layout, devices, config.parallel)
+    if prospect is not None:
+        weights += prospect.weight_bytes
+    planner = plan_sizes(config, spec, kv_dtype, block_size, layout, drafter_bytes, weights)
     if member is not None:
         planner = equal_pools(planner)
     stored = for_context(spec, planner.max_model_len)  # as in the checkpoint
@@ -185,11 +187,11 @@ def build(config: EngineConfig) -> Built:
         raise
     if config.parallel.nnodes > 1:
         executor = InlineExecutor(over_processes(runner, config, devices), sizes, overlap)
-    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+    loaded_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     info = {
         "model": files.name,
         "dtype": dtype,
-        "weights MiB": f"{weight_bytes / 2**20:.0f}",
+        "weights MiB": f"{loaded_bytes / 2**20:.0f}",
         "KV blocks": f"{planner.num_blocks} of {planner.block_size} tokens",
         "KV tokens": str(planner.num_blocks * planner.block_size),
         "programs": f"{len(buckets)} buckets, warm-up {warmup}; {counts}",
@@ -272,9 +274,10 @@ def plan_sizes(
     block_size: int,
     layout: StepLayout,
     drafter_bytes: int = 0,
+    weights: int = 0,
 ) -> PlannerConfig:
     """Resolve every size the planner needs; raises ValueError naming the setting. `drafter_bytes`:
-    a token's KV in the drafter, beside the model's."""
+    a token's KV in the drafter, beside the model's; `weights`: bytes that a device will hold."""
     on_cpu = jax.default_backend() == "cpu"
     sched, cache, stages = config.scheduler, config.cache, config.parallel.pipeline_parallel_size
     max_num_seqs = sched.max_num_seqs or (64 if on_cpu else 256)
@@ -300,7 +303,10 @@ def plan_sizes(
     block_bytes = token_bytes * block_size
     num_blocks = cache.num_gpu_blocks_override
     if num_blocks is None:
-        room = cache.kv_cache_memory_bytes or _kv_room(on_cpu, cache.gpu_memory_utilization)
+        room = cache.kv_cache_memory_bytes or CPU_KV_BYTES
+        if not on_cpu and cache.kv_cache_memory_bytes is None:
+            stats = jax.local_devices()[0].memory_stats() or {}
+            room = kv_room(stats, cache.gpu_memory_utilization, weights)
         if not on_cpu:  # of one device, which has a share of every block
             room *= layout.tensor_size * stages
         most = -(-max_model_len // block_size) * max_num_seqs
@@ -333,14 +339,6 @@ def plan_sizes(
         num_cohorts=stages if sched.async_scheduling else 1,
         watermark=sched.watermark,
     )
-
-
-def _kv_room(on_cpu: bool, utilization: float) -> int:
-    if on_cpu:
-        return CPU_KV_BYTES
-    stats = jax.local_devices()[0].memory_stats() or {}
-    limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-    return max(0, int(limit * utilization) - used - 2 * 2**30)
 
 
 def _wait_with_progress(programs: Programs) -> None:

@@ -51,6 +51,7 @@ def compile_step(case: Case) -> dict[str, Any]:
 
     from jaxengine.config import ParallelConfig
     from jaxengine.engine.divide import cache_spec, divide
+    from jaxengine.engine.kv_room import local_bytes, weight_bytes
     from jaxengine.models.families import spec_from_config
     from jaxengine.models.params import param_shapes, param_specs
     from jaxengine.pallas_kernels import device
@@ -110,22 +111,12 @@ def compile_step(case: Case) -> dict[str, Any]:
         **found,
         "seconds": round(time.monotonic() - started, 1),
         "layers": layers,
-        "weights": _weights(whole, layout, devices),
-        "cache_bytes": _local_bytes(devices.place(state.kv, kv_spec)),
+        "weights": weight_bytes(whole, jnp.bfloat16, layout, devices, parallel),
+        "cache_bytes": local_bytes(devices.place(state.kv, kv_spec)),
         "block_size": page,
         "copies": sum(any(s in line for s in sizes) for line in copies),
         "captured": "kCommandBuffer" in report.thunks,
     }
-
-
-def _weights(spec: Any, layout: Any, devices: Any) -> int:
-    """Bytes of all layers' weights on one device."""
-    import jax.numpy as jnp
-
-    from jaxengine.models.params import param_shapes, param_specs
-
-    shapes = param_shapes(spec, jnp.bfloat16, layout.tensor_size)
-    return _local_bytes(devices.place(shapes, param_specs(spec, layout)))
 
 
 def _collectives(pairs: Sequence[Any]) -> dict[str, Any]:
@@ -135,24 +126,13 @@ def _collectives(pairs: Sequence[Any]) -> dict[str, Any]:
     return {"collectives": counts, "pairs": [asdict(pair) for pair in pairs]}
 
 
-def _local_shape(a: Any) -> tuple[int, ...]:
-    return tuple(a.shape) if a.sharding is None else tuple(a.sharding.shard_shape(a.shape))
-
-
 def _local_sizes(tree: Any) -> set[str]:
     """The arrays' shapes on one device, as HLO writes them."""
     import jax
 
-    return {"[" + ",".join(map(str, _local_shape(a))) + "]" for a in jax.tree.leaves(tree)}
+    from jaxengine.engine.kv_room import local_shape
 
-
-def _local_bytes(tree: Any) -> int:
-    """Bytes of a tree on one device."""
-    import math
-
-    import jax
-
-    return sum(math.prod(_local_shape(a)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+    return {"[" + ",".join(map(str, local_shape(a))) + "]" for a in jax.tree.leaves(tree)}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,10 +41,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Prospect:
-    """A drafter before the engine's sizes are known. `token_bytes`: its KV of one token.
+    """A drafter before the engine's sizes are known. `token_bytes`: its KV of one token;
+    `weight_bytes`: of what it holds beside the target.
     `open` takes the target's step and the shapes of its parameters, and raises ValueError."""
 
     token_bytes: int
+    weight_bytes: int
     open: Callable[[StepConfig, Params], Drafter]
 
 
@@ -87,7 +90,8 @@ def _eagle(chosen: SpeculativeConfig, target: Target) -> Prospect:
     from jaxengine.speculate.eagle import eagle_drafter, read_head
 
     draft = read_head(chosen.model, target.spec, fingerprint(target.files))
-    return Prospect(0, lambda step, params: eagle_drafter(draft, step, params))
+    size = sum(leaf.nbytes for leaf in draft.params.values())
+    return Prospect(0, size, lambda step, params: eagle_drafter(draft, step, params))
 
 
 def _second_model(config: EngineConfig, chosen: SpeculativeConfig, target: Target) -> Prospect:
@@ -120,7 +124,8 @@ def _second_model(config: EngineConfig, chosen: SpeculativeConfig, target: Targe
         shapes = param_shapes(spec, kv_dtype)
         return model_drafter(own, shapes, _kv_shapes(own, kv_dtype), load, vocab_size)
 
-    return Prospect(cache_bytes_per_token(plain, kv_dtype.itemsize, layout), open_)
+    token_bytes = cache_bytes_per_token(plain, kv_dtype.itemsize, layout)
+    return Prospect(token_bytes, _bytes(param_shapes(plain, kv_dtype)), open_)
 
 
 def _mtp(target: Target) -> Prospect:
@@ -144,7 +149,11 @@ def _mtp(target: Target) -> Prospect:
         shapes = mtp_shapes(extended, kv_dtype)
         return mtp_drafter(own, shapes, _kv_shapes(own, kv_dtype), load)
 
-    return Prospect(size, open_)
+    return Prospect(size, _bytes(mtp_shapes(extended, kv_dtype)), open_)
+
+
+def _bytes(shapes: Params) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def _put(array: NDArray[Any], target: Params, name: str) -> jax.Array:

@@ -136,6 +136,6 @@ DEEPSEEK_V3 = Family(
     deepseek_v3,
     TOP_NAMES,
     _NAMES,
-    "no fp8 checkpoints; the multi-token-prediction layer is not read",
+    "no fp8 checkpoints; one multi-token-prediction layer is read, for drafts",
     rotary_pairs=True,
 )
