@@ -76,14 +76,14 @@ class Lockstep:
     def start_wave(self, notice: wire.WaveNotice) -> None:
         """Another rank needs this one. A notice of an older group or wave changes nothing."""
         if notice.port == self.port:
-            self._wave = waves.on_start(self._wave, waves.StartWave(notice.wave))
+            self._wave = waves.on_start(self._wave, notice.wave)
 
     def takes_part(self, work: bool) -> bool:
         """Before a step: whether to take part in it; wakes the others when work was found here."""
         if work and not self.running:
-            self._wave, _ = waves.on_request(self._wave, self._wave.wave)
+            self._wave = waves.on_work(self._wave)
             self._report(wire.WaveNotice(self.port, self._wave.wave))
-        return waves.takes_part(self._wave, work)
+        return self.running
 
     def agree(self, plans: Sequence[StepPlan | None], work: bool) -> Agreement:
         """What all ranks do in the next step. Raises PeerLostError when one does not come,
@@ -102,7 +102,6 @@ class Lockstep:
             if key not in ready:
                 self._worker.compile(key)
         if agreed.shape is not None:
-            self._wave = waves.stepped(self._wave)
             self.num_dummies += wish.plan is None
         self._settle(agreed)
         return agreed
