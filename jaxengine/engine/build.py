@@ -88,7 +88,9 @@ def build(config: EngineConfig) -> Built:
     devices = stages[-1]
     prospect = find_drafter(config, Target(files, spec, dtype, layout, block_size))
     drafter_bytes = 0 if prospect is None else prospect.token_bytes
-    weights = weight_bytes(spec, kv_dtype, layout, devices, config.parallel)
+    weights = weight_bytes(
+        spec, kv_dtype, layout, devices, config.parallel, config.model.quantization
+    )
     if prospect is not None:
         weights += prospect.weight_bytes
     planner = plan_sizes(config, spec, kv_dtype, block_size, layout, drafter_bytes, weights)

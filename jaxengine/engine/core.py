@@ -341,11 +341,13 @@ class EngineCore:
     def _end_failed_grammars(self) -> None:
         for request, reason in self._grammars.failed():
             if self.scheduler.abort([request.request_id]):
+                self._forget(request.request_id)
                 self._outputs.append(_refusal(request.request_id, reason))
 
     def _end_failed_loads(self) -> None:
         for request_id, reason in self._transfers.poll():
             if self.scheduler.abort([request_id]):
+                self._forget(request_id)
                 self._outputs.append(
                     EngineOutput(request_id, [], finish_reason="error", error=reason)
                 )
@@ -381,6 +383,8 @@ class EngineCore:
             output.prompt_logprobs = self._prompt_logprobs.take(request)
         if wire.pooling is not None and update.finish_reason != "error":
             output.embedding = self._pooled.take(request)
+        elif update.finish_reason is not None:
+            self._pooled.drop(request.request_id)
         if update.first == 0:
             output.times = (request.queued_time, request.first_scheduled_time)
         if update.finish_reason == "error":

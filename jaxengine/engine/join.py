@@ -27,6 +27,7 @@ def _append(before: EngineOutput, after: EngineOutput) -> None:
     if after.logprobs is not None:
         before.logprobs = (before.logprobs or []) + after.logprobs
     before.prompt_logprobs = before.prompt_logprobs or after.prompt_logprobs
+    before.embedding = before.embedding or after.embedding
     before.times = before.times or after.times
     before.num_cached_tokens = before.num_cached_tokens or after.num_cached_tokens
     before.finish_reason = after.finish_reason

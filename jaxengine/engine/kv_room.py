@@ -9,6 +9,7 @@ import jax
 
 from jaxengine.config import ParallelConfig
 from jaxengine.engine.divide import place_experts
+from jaxengine.layers.quantize import quantized_shapes
 from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec
@@ -19,11 +20,18 @@ RESERVE = 2 * 2**30  # activations, programs, slot records
 
 
 def weight_bytes(
-    spec: DecoderSpec, dtype: Any, layout: StepLayout, devices: Devices, parallel: ParallelConfig
+    spec: DecoderSpec,
+    dtype: Any,
+    layout: StepLayout,
+    devices: Devices,
+    parallel: ParallelConfig,
+    quantization: str | None = None,
 ) -> int:
     """Bytes of the weights on one device of the fullest pipeline stage."""
     placed, _ = place_experts(parallel, spec)
     shapes = param_shapes(placed, dtype, layout.tensor_size)
+    if quantization == "int8":  # of one device
+        return local_bytes(quantized_shapes(shapes))
     tree = devices.place(shapes, param_specs(placed, layout))
     layers = local_bytes(tree["layers"])
     rest = local_bytes({name: part for name, part in tree.items() if name != "layers"})

@@ -41,23 +41,28 @@ def _pooling(request: Request) -> str | None:
 
 
 class Pooled:
-    """Sums by request over the chunks of its prompt. A chunk computed again replaces the first."""
+    """Sums by request over the chunks of its prompt. A prompt that is computed again may be cut
+    otherwise: from where it begins anew, what was there before does not count."""
 
     def __init__(self) -> None:
         self._parts: dict[str, dict[int, NDArray[np.float32]]] = {}
 
     def add(self, request: Request, start: int, part: NDArray[np.float32]) -> None:
-        """The sum [D] of the step that began at `start`."""
-        if not request.is_finished:
-            self._parts.setdefault(request.request_id, {})[start] = part
+        """The sum [D] of the step that began at `start`. Steps come in their order."""
+        if request.is_finished:
+            return
+        found = self._parts.setdefault(request.request_id, {})
+        for old in [at for at in found if at >= start]:
+            del found[old]
+        found[start] = part.copy()  # a view would keep the whole step's result
 
     def take(self, request: Request) -> bytes:
         """The pooled vector as float32 bytes."""
         parts = self._parts.pop(request.request_id)
+        if request.params.wire.pooling == "last":
+            return parts[max(parts)].tobytes()
         total = np.sum(list(parts.values()), axis=0, dtype=np.float32)
-        if request.params.wire.pooling == "mean":
-            total = total / np.float32(request.num_prompt_tokens)
-        return np.asarray(total, np.float32).tobytes()
+        return np.asarray(total / np.float32(request.num_prompt_tokens), np.float32).tobytes()
 
     def drop(self, request_id: str) -> None:
         self._parts.pop(request_id, None)

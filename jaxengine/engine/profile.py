@@ -5,11 +5,15 @@ A trace is a folder that TensorBoard reads; the files that end in `.json.gz` ope
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
 
 from jaxengine.config import EngineConfig
+from jaxengine.engine.dp.coupling import member_of
+
+log = logging.getLogger(__name__)
 
 
 class Profiler:
@@ -17,7 +21,8 @@ class Profiler:
 
     def __init__(self, config: EngineConfig) -> None:
         self._folder = config.server.profiler_dir
-        self._elsewhere = config.fault.enable_fault_tolerance
+        # With fault tolerance, and where ranks share experts, the device is a worker's.
+        self._elsewhere = config.fault.enable_fault_tolerance or member_of(config) is not None
         self._rank = config.data_parallel.data_parallel_rank or 0
         self._running: Path | None = None
 
@@ -27,7 +32,10 @@ class Profiler:
         if self._folder is None:
             raise ValueError("profiling needs --profiler-dir")
         if self._elsewhere:
-            raise ValueError("profiling does not work with --enable-fault-tolerance")
+            raise ValueError(
+                "profiling works in an engine that owns its device: not with "
+                "--enable-fault-tolerance, nor with ranks that share experts"
+            )
         if self._running is not None:
             raise ValueError(f"a profile is being taken already, in {self._running}")
         import jax
@@ -53,6 +61,9 @@ class Profiler:
         return sorted(str(path) for path in folder.rglob("*.json.gz"))
 
     def close(self) -> None:
-        """Keep what was recorded so far."""
+        """Keep what was recorded so far; an engine that ends does not fail of it."""
         if self._running is not None:
-            self.stop()
+            try:
+                self.stop()
+            except Exception:
+                log.exception("the profile could not be written")

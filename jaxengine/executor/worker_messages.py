@@ -296,4 +296,6 @@ def keys_of(batch: Batch) -> Sequence[ProgramKey]:
         keys.append(("seed", 0))
     if batch.prompt_rows:
         keys.append(("score", batch.bucket.tokens))
+    if batch.pool_index is not None:
+        keys.append(("pool", batch.bucket.tokens))
     return keys

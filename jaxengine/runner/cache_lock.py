@@ -45,5 +45,7 @@ def _lock(file: int) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_POLL)
+        except OSError:  # a file system without locks: compiled twice, no worse
+            return
         else:
             return

@@ -147,8 +147,8 @@ class ModelRunner:
         ]
         if handle.pooled is not None:
             pooled = np.asarray(handle.pooled).reshape(len(results), -1, handle.pooled.shape[1])
-            for result, sums in zip(results, pooled, strict=True):
-                result.pooled = sums
+            for result, sums, count in zip(results, pooled, batch.num_rows, strict=True):
+                result.pooled = sums[:count]
         if handle.prompt is not None:
             prompt = np.asarray(handle.prompt)
             for shard, row, first, number in batch.prompt_rows:

@@ -350,8 +350,11 @@ def stage_params(params: Any, stage: Stage, num_layers: int) -> Any:
 
 
 def _cache_folder() -> Path | None:
+    """Of what this process compiles; None where it would not be written (JAX lets the first of
+    several processes write, and the engine all of them on CPU): waiting would win nothing."""
     folder = jax.config.jax_compilation_cache_dir
-    return Path(folder) if folder else None
+    writes = jax.process_index() == 0 or jax.default_backend() == "cpu"
+    return Path(folder) if folder and writes else None
 
 
 def _yield_to_others() -> None:

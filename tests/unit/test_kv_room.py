@@ -31,6 +31,9 @@ def test_weights_are_counted_before_they_are_there() -> None:
     spec = spec_from_config(LLAMA_8B)
     size = weight_bytes(spec, jnp.bfloat16, StepLayout(), Devices(), ParallelConfig())
     assert size / 2**30 == pytest.approx(14.96, abs=0.01)  # 8.03 billion parameters of 2 bytes
+    alone = (spec, jnp.bfloat16, StepLayout(), Devices(), ParallelConfig())
+    # GiB in 8 bits: gate and up 3.5, qkv 0.75, o 0.5, head 0.49; as they are: down 3.5, embed 0.98
+    assert weight_bytes(*alone, "int8") / 2**30 == pytest.approx(9.72, abs=0.01)
     halves = ParallelConfig(pipeline_parallel_size=2)
     staged = weight_bytes(spec, jnp.bfloat16, StepLayout(), Devices(), halves)
     assert size / 2 < staged < 0.6 * size  # every stage may hold an embedding or a head

@@ -149,18 +149,25 @@ class Coupled:
             if time.monotonic() > began + 3 * _GRACE:
                 return f"the ranks do not stand still: {self._board.describe()}"
             await asyncio.sleep(0.01)
-        self.port = free_ports()
+        try:
+            self.port = free_ports()
+        except OSError as error:
+            return f"no free ports: {error}"
         self._coordinator = waves.Coordinator()
         self._broken = False
         self._back.clear()
         log.warning("forming a new group of %d ranks", len(self._clients))
-        tasks = {asyncio.ensure_future(self._bring_back(rank)): rank for rank in self._clients}
+        tasks = [asyncio.ensure_future(self._bring_back(rank)) for rank in self._clients]
         reason = None
-        for task in asyncio.as_completed(tasks):
-            found = await task
-            if found is not None and reason is None:
-                reason = found
-                self._give_up()
+        try:
+            for task in asyncio.as_completed(tasks):
+                found = await task
+                if found is not None and reason is None:
+                    reason = found
+                    self._give_up()
+        finally:
+            for running in tasks:  # none is left but of a front that closes
+                running.cancel()
         if reason is None and self._broken:
             reason = "a rank failed again while the group was formed"
         if reason is None:
@@ -184,17 +191,20 @@ class Coupled:
         return False
 
     async def _bring_back(self, rank: int) -> str | None:
+        """What went wrong, or None. Never raises: the other ranks wait for this one."""
         client = self._clients[rank]
-        if not client.alive:
-            reason = await self._restart(rank)
-        else:
-            order = FaultToleranceRequest(uuid.uuid4().hex, "respawn", {"port": self.port})
-            try:
-                result = await client.order(order)
-            except EngineDeadError as error:
-                reason = f"engine {rank} died meanwhile: {error}"
+        try:
+            if not client.alive:
+                reason = await self._restart(rank)
             else:
+                order = FaultToleranceRequest(uuid.uuid4().hex, "respawn", {"port": self.port})
+                result = await client.order(order)
                 reason = None if result.success else result.reason or "the engine refused"
+        except EngineDeadError as error:
+            reason = f"the engine died meanwhile: {error}"
+        except Exception as error:
+            log.exception("rank %d could not be brought back", rank)
+            reason = f"{type(error).__name__}: {error}"
         return None if reason is None else f"rank {rank}: {reason}"
 
     def _give_up(self) -> None:
@@ -210,7 +220,11 @@ class Coupled:
             await asyncio.sleep(delay)
             if all(health.state == HEALTHY for health in self._board.ranks.values()):
                 return
-            reason = await self.respawn()
+            try:
+                reason = await self.respawn()
+            except Exception as error:
+                log.exception("the group could not be formed")
+                reason = f"{type(error).__name__}: {error}"
             if reason is None:
                 return
             log.error("the group could not be formed again: %s", reason)

@@ -182,9 +182,9 @@ class EngineGroup:
 
     async def close(self, grace: float = 5.0) -> None:
         """Stop all processes, side by side. Idempotent."""
-        await self._stop_tasks()
-        if self._coupled is not None:
+        if self._coupled is not None:  # first: it starts ranks, and tasks for them
             await self._coupled.close()
+        await self._stop_tasks()
         await asyncio.gather(*(client.close(grace) for client in self._clients.values()))
 
     def kill(self) -> None:
