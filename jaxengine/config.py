@@ -18,6 +18,7 @@ ToolCallParser = Literal[
     "gpt-oss", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3", "qwen3_coder"
 ]
 ReasoningParser = Literal["deepseek_r1", "gpt-oss", "openai_gptoss", "qwen3"]
+HARMONY_PARSERS = ("gpt-oss", "openai", "openai_gptoss")  # of either kind: one format has both
 
 
 @dataclass(frozen=True)

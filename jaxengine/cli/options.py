@@ -11,6 +11,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from jaxengine.config import (
+    HARMONY_PARSERS,
     PARTS,
     CacheConfig,
     DataParallelConfig,
@@ -23,6 +24,8 @@ from jaxengine.config import (
     ServerConfig,
     template_kwargs,
 )
+from jaxengine.frontend.pooling import pooling_settings
+from jaxengine.metrics.tracing import check_tracing
 
 
 @Parameter(name="*")
@@ -111,11 +114,16 @@ def check(config: EngineConfig) -> None:
     if flat["enable_auto_tool_choice"] and flat["tool_call_parser"] is None:
         raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
     parsers = (config.server.reasoning_parser, config.server.tool_call_parser)
-    channels = [p in ("gpt-oss", "openai", "openai_gptoss") for p in parsers if p is not None]
+    channels = [p in HARMONY_PARSERS for p in parsers if p is not None]
     if any(channels) and not all(channels):
         raise ValueError(
             f"--reasoning-parser {parsers[0]} does not go with --tool-call-parser {parsers[1]}"
         )
+    for name in ("api_key", "admin_api_key"):
+        if flat[name] == "":  # an unset shell variable must not open the server
+            raise ValueError(f"{flag(name)} must not be empty")
+    pooling_settings(config.model.pooler_config)
+    check_tracing(config.server.otlp_traces_endpoint)
     template_kwargs(config.server.default_chat_template_kwargs)
     if not 0 <= flat["port"] <= 65535:
         raise ValueError(f"--port must be between 0 and 65535, got {flat['port']}")

@@ -57,6 +57,8 @@ def run_batch(
             lines: Iterable[bytes]
             if source == "-":
                 counted = lines = sys.stdin.buffer.readlines()
+            elif not Path(source).is_file():  # a pipe can be read once
+                counted = lines = stack.enter_context(open(source, "rb")).readlines()
             else:
                 counted = stack.enter_context(open(source, "rb"))
                 lines = stack.enter_context(open(source, "rb"))
@@ -83,6 +85,7 @@ async def _run(
     from tqdm import tqdm
 
     from jaxengine.engine.async_llm import AsyncLLM, EngineStartError
+    from jaxengine.metrics.tracing import Tracer
     from jaxengine.server.app import build_app
 
     try:
@@ -90,6 +93,8 @@ async def _run(
     except EngineStartError as error:
         raise ValueError(str(error)) from error
     try:
+        if config.server.otlp_traces_endpoint is not None:
+            engine.metrics.tracer = Tracer(config.server.otlp_traces_endpoint)
         app = build_app(engine, config)
         key = config.server.api_key
         headers = {} if key is None else {"authorization": f"Bearer {key}"}

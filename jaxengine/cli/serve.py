@@ -9,8 +9,6 @@ from jaxengine.engine import wire
 from jaxengine.engine.dp.modes import local_ranks
 from jaxengine.engine.fault.inject import parse_faults
 from jaxengine.engine.fault.settings import fault_settings
-from jaxengine.frontend.pooling import pooling_settings
-from jaxengine.metrics.tracing import check_tracing
 from jaxengine.server.sockets import check_tls
 
 
@@ -19,14 +17,12 @@ def run_server(config: EngineConfig, stub: bool = False) -> int:
     ValueError for settings that do not go together."""
     local_ranks(config.data_parallel)
     fault_settings(config.fault)
-    pooling_settings(config.model.pooler_config)
     parse_faults(config.fault.inject_faults)
     if config.fault.retry_aborted_requests and not config.fault.enable_fault_tolerance:
         raise ValueError("--retry-aborted-requests needs --enable-fault-tolerance")
     check_tls(config.server)
     if config.server.api_server_count > 1 and config.fault.enable_fault_tolerance:
         raise ValueError("--api-server-count above 1 does not work with --enable-fault-tolerance")
-    check_tracing(config.server.otlp_traces_endpoint)
     setup_logging(config.server.log_level)
     if config.server.disable_access_log:
         logging.getLogger("jaxengine.access").setLevel(logging.WARNING)

@@ -31,7 +31,12 @@ from jaxengine.engine.stream import Kind, RequestStream
 from jaxengine.frontend.grammars import TooManyGrammarsError
 from jaxengine.frontend.output_processor import OutputProcessor
 from jaxengine.frontend.outputs import EmbeddingOutput, RequestOutput
-from jaxengine.frontend.pooling import check_pooling, embedding_of, pooling_params
+from jaxengine.frontend.pooling import (
+    check_pooling,
+    embedding_of,
+    pooling_params,
+    pooling_settings,
+)
 from jaxengine.frontend.processor import InputProcessor, Prompt
 from jaxengine.frontend.validation import Limits
 from jaxengine.metrics.prometheus import Metrics
@@ -226,15 +231,17 @@ class AsyncLLM:
         prompt: Prompt,
         request_id: str | None = None,
         *,
-        pooling: str = "last",
-        normalize: bool = True,
+        pooling: str | None = None,
+        normalize: bool | None = None,
         dimensions: int | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         placement: Placement = ANYWHERE,
     ) -> EmbeddingOutput:
         """One vector for a prompt: the model's final-normed hidden states, of the last token or
-        the mean of all (`pooling`). Raises as `add`, and RuntimeError when it was aborted."""
+        the mean of all (`pooling`); `pooler_config` for what is not said. Raises as `add`, and
+        RuntimeError when it was aborted."""
+        usual, normal = pooling_settings(self.config.model.pooler_config)
         stream = await self.add(
             prompt,
             pooling_params(),
@@ -243,11 +250,12 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             placement=placement,
-            pooling=check_pooling(pooling),
+            pooling=check_pooling(pooling or usual),
         )
         async with stream:
             async for output in stream:
-                return embedding_of(output, normalize, dimensions)
+                wanted = normal if normalize is None else normalize
+                return embedding_of(output, wanted, dimensions)
         raise RuntimeError("the engine ended the request without an output")
 
     async def abort(self, request_id: str) -> None:

@@ -23,7 +23,12 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 from jaxengine.frontend.output_processor import OutputProcessor
 from jaxengine.frontend.outputs import EmbeddingOutput, RequestOutput
-from jaxengine.frontend.pooling import check_pooling, embedding_of, pooling_params
+from jaxengine.frontend.pooling import (
+    check_pooling,
+    embedding_of,
+    pooling_params,
+    pooling_settings,
+)
 from jaxengine.frontend.processor import InputProcessor, ProcessedRequest, Prompt
 from jaxengine.frontend.validation import Limits, RequestError
 from jaxengine.sampling_params import SamplingParams
@@ -174,24 +179,27 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         use_tqdm: bool = True,
         *,
-        pooling: str = "last",
-        normalize: bool = True,
+        pooling: str | None = None,
+        normalize: bool | None = None,
         dimensions: int | None = None,
     ) -> list[EmbeddingOutput]:
         """One vector for each prompt: the model's final-normed hidden states, of the last token or
-        the mean of all (`pooling`: "last" | "mean"). Raises RequestError for bad input,
-        RuntimeError for a request that failed."""
+        the mean of all (`pooling`: "last" | "mean"), of length 1 with `normalize`;
+        `pooler_config` for what is not said. Raises RequestError for bad input, RuntimeError for a
+        request that failed."""
         if self._closed:
             raise RuntimeError("this LLM is closed")
         batch = [prompts] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
-        params, kind = pooling_params(), check_pooling(pooling)
+        usual, normal = pooling_settings(self.config.model.pooler_config)
+        params, kind = pooling_params(), check_pooling(pooling or usual)
         processed = [
             self._inputs.process(str(self._count + i), prompt, params, pooling=kind)
             for i, prompt in enumerate(cast(list[Prompt], batch))
         ]
         self._count += len(processed)
         outputs = self._run(processed, use_tqdm)
-        return [embedding_of(output, normalize, dimensions) for output in outputs]
+        wanted = normal if normalize is None else normalize
+        return [embedding_of(output, wanted, dimensions) for output in outputs]
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer; RuntimeError with skip_tokenizer_init."""

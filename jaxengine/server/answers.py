@@ -8,19 +8,29 @@ from dataclasses import dataclass
 
 from msgspec import UNSET
 
-from jaxengine.config import ServerConfig
+from jaxengine.config import HARMONY_PARSERS, ServerConfig
 from jaxengine.frontend.reasoning import Harmony, Start, Think
-from jaxengine.frontend.tools import NamedCall, Plain, RequiredCalls, make_tool_parser
+from jaxengine.frontend.reasoning.think import BEGIN as THINK
+from jaxengine.frontend.reasoning.think import END as THOUGHT
+from jaxengine.frontend.tools import (
+    NamedCall,
+    Plain,
+    RequiredCalls,
+    make_tool_parser,
+)
 from jaxengine.frontend.tools.base import Event, Parser
+from jaxengine.frontend.tools.hermes import BEGIN as CALL
+from jaxengine.frontend.tools.hermes import END as CALLED
+from jaxengine.frontend.tools.llama3_json import PYTHON_TAG
+from jaxengine.frontend.tools.mistral import ARGS
+from jaxengine.frontend.tools.mistral import BEGIN as TOOL_CALLS
 from jaxengine.server.responses import Delta, FunctionCall, Message, ToolCall
 from jaxengine.server.tools import ToolChoice
-
-HARMONY = ("gpt-oss", "openai", "openai_gptoss")
 
 
 def is_harmony(config: ServerConfig) -> bool:
     """The model writes messages in channels; one parser reads reasoning and calls."""
-    return config.reasoning_parser in HARMONY or config.tool_call_parser in HARMONY
+    return config.reasoning_parser in HARMONY_PARSERS or config.tool_call_parser in HARMONY_PARSERS
 
 
 def reads_answers(config: ServerConfig, choice: ToolChoice) -> bool:
@@ -55,14 +65,14 @@ def markers(config: ServerConfig, choice: ToolChoice) -> tuple[str, ...]:
     if is_harmony(config):
         return ("<|channel|>",)
     if config.reasoning_parser is not None:
-        found = ("<think>", "</think>")
+        found = (THINK, THOUGHT)
     if choice.mode == "auto":
         of = {
-            "llama3_json": ("<|python_tag|>",),
-            "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+            "llama3_json": (PYTHON_TAG,),
+            "mistral": (TOOL_CALLS, ARGS),
             "pythonic": (),
         }
-        found += of.get(config.tool_call_parser or "", ("<tool_call>", "</tool_call>"))
+        found += of.get(config.tool_call_parser or "", (CALL, CALLED))
     return found
 
 

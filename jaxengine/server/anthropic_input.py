@@ -78,7 +78,9 @@ def chat_fields(body: CountBody) -> dict[str, Any]:
         "reasoning_effort": (body.output_config or {}).get("effort"),
     }
     if body.thinking is not None:
-        fields["chat_template_kwargs"] = _thinking(body.thinking)
+        given = fields.get("chat_template_kwargs")
+        if given is None or isinstance(given, dict):  # else it is refused with the other fields
+            fields["chat_template_kwargs"] = (given or {}) | _thinking(body.thinking)
     last = body.messages[-1] if body.messages else {}
     if last.get("role") == "assistant" and "tool_calls" not in messages[-1]:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}

@@ -26,7 +26,7 @@ _PAGE = "/"  # the chat page holds no secret, and is where a key is typed in
 
 
 def _encoded(*keys: str | None) -> list[bytes]:
-    return [key.encode() for key in keys if key is not None]
+    return [key.encode() for key in keys if key]
 
 
 def _given_key(headers: Headers) -> bytes:
@@ -48,7 +48,7 @@ def needs_key(config: ServerConfig, path: str) -> bool:
     """Whether a route of this server asks for a key."""
     if path in _OPEN_PATHS or path == _PAGE:
         return False
-    return config.api_key is not None or (is_admin(path) and bool(config.admin_api_key))
+    return bool(config.api_key) or (is_admin(path) and bool(config.admin_api_key))
 
 
 class Gate:

@@ -19,7 +19,10 @@ from jaxengine.server.errors import ApiError
 from jaxengine.server.protocol import ChatBody, TokenizeBody
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+_RESERVED = {
+    *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+    *("bos_token", "eos_token", "template", "template_name"),
+}
 
 
 async def render(

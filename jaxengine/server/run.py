@@ -116,23 +116,29 @@ async def answer(
     server.supervised = url is None
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        return await _run(config, engine, app.state.server, server, url)
+        return await _run(config, engine, app.state.server, server, url, serving)
     finally:
         server.should_exit = True
-        await serving
+        await serving  # raises what ended it
 
 
 async def _run(
-    config: EngineConfig, engine: AsyncLLM, state: ServerState, server: _Server, url: str | None
+    config: EngineConfig,
+    engine: AsyncLLM,
+    state: ServerState,
+    server: _Server,
+    url: str | None,
+    serving: asyncio.Task[None],
 ) -> int:
+    """`serving` ends when the server was told to, or cannot go on."""
     began = time.monotonic()
     stop = asyncio.create_task(server.stopping.wait())
     starting = asyncio.create_task(engine.launch())
-    await asyncio.wait({stop, starting}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({stop, starting, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():  # told to stop while loading
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        return 0
+        return 0 if stop.done() else EXIT_ERROR
     try:
         starting.result()
     except EngineStartError as error:
@@ -152,8 +158,8 @@ async def _run(
     if state.serving is not None:
         await state.serving()
     dead = asyncio.create_task(engine.wait_dead())
-    await asyncio.wait({stop, dead}, return_when=asyncio.FIRST_COMPLETED)
-    code = 0
+    await asyncio.wait({stop, dead, serving}, return_when=asyncio.FIRST_COMPLETED)
+    code = 0 if stop.done() else EXIT_ERROR
     if dead.done():
         code = EXIT_ERROR
         with contextlib.suppress(TimeoutError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import stat
 from typing import Any
 
@@ -89,10 +90,29 @@ def check_tls(config: ServerConfig) -> None:
         raise ValueError("--ssl-keyfile and --ssl-certfile go together")
     if config.ssl_certfile is None and (config.ssl_ca_certs or config.ssl_cert_reqs):
         raise ValueError("--ssl-ca-certs and --ssl-cert-reqs need --ssl-certfile")
+    if bool(config.ssl_ca_certs) != bool(config.ssl_cert_reqs):
+        raise ValueError("--ssl-ca-certs and --ssl-cert-reqs (1 or 2) go together")
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         path = getattr(config, name)
         if path is not None and not os.path.isfile(path):
             raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (ssl.SSLError, OSError) as error:
+        raise ValueError(
+            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile} cannot "
+            f"be used: {error}"
+        ) from None
+    if config.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except (ssl.SSLError, OSError) as error:
+            raise ValueError(
+                f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used: {error}"
+            ) from None
 
 
 def tls_options(config: ServerConfig) -> dict[str, Any]:

@@ -49,7 +49,8 @@ async def sse_response(
 
     async def body() -> AsyncIterator[bytes]:
         try:
-            yield first
+            if first:
+                yield first
             async for chunk in chunks:
                 yield chunk
         except Exception as error:  # noqa: BLE001 - the 200 is sent; the stream must say so itself
@@ -59,4 +60,4 @@ async def sse_response(
 
 
 async def _next(chunks: AsyncGenerator[bytes]) -> bytes:
-    return await anext(chunks)
+    return await anext(chunks, b"")  # a reader may be at the end already

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import Request
 
-from jaxengine.engine.admission import UNAVAILABLE
+from jaxengine.engine.admission import OVERLOADED, UNAVAILABLE
 from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream
 from jaxengine.engine.messages import INVALID_REQUEST
 from jaxengine.frontend.outputs import RequestOutput
@@ -48,8 +48,8 @@ def raise_if_failed(output: RequestOutput) -> None:
     for choice in output.outputs:
         if choice.finish_reason == "error":
             text = choice.error or "the engine could not finish this request"
-            if choice.stop_reason == UNAVAILABLE:
-                raise ApiError(503, text, code="unavailable")
+            if choice.stop_reason in (UNAVAILABLE, OVERLOADED):
+                raise ApiError(503, text, code=str(choice.stop_reason))
             # what only the engine finds out of a constraint is the client's mistake too
             constraint = text.startswith("structured_outputs")
             refused = constraint or choice.stop_reason == INVALID_REQUEST

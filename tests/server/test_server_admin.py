@@ -142,6 +142,14 @@ def test_tls(tmp_path: pathlib.Path) -> None:
         (["--ssl-cert-reqs", "2"], "--ssl-ca-certs and --ssl-cert-reqs need --ssl-certfile"),
         (["--otlp-traces-endpoint", "x:1"], "--otlp-traces-endpoint must be an http(s) URL"),
         (["--api-server-count", "0"], "--api-server-count must be at least 1, got 0"),
+        (["--api-key", ""], "--api-key must not be empty"),
+        (["--api-key", "a", "--admin-api-key", ""], "--admin-api-key must not be empty"),
+        (["--pooler-config", '{"pooling_type": "CLS"}'], "pooler_config.pooling_type must be LAST"),
+        (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], "cannot be used"),
+        (
+            ["--ssl-certfile", __file__, "--ssl-keyfile", __file__, "--ssl-ca-certs", __file__],
+            "--ssl-ca-certs and --ssl-cert-reqs (1 or 2) go together",
+        ),
     ],
 )
 def test_flags_that_cannot_work(

@@ -149,6 +149,8 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"stream": 1}, "stream"),
     ({"stream_options": []}, "stream_options"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"template_name": "x"}}, "chat_template_kwargs"),
     ({"documents": [5]}, "documents"),
     ({"tools": {}}, "tools"),
     ({"tools": [None]}, "tools"),

@@ -54,6 +54,12 @@ def test_two_processes_are_one_server() -> None:
             status, body, _ = call(up.url, C, {"prompt": "hi", "max_tokens": 2})
             assert status == 200 and body["usage"]["completion_tokens"] == 2
         assert all(any(f" api{i} jaxengine.access" in x for x in up.lines) for i in (0, 1))
+        asked = [threading.Thread(target=call, args=(up.url, "/metrics")) for _ in range(24)]
+        for thread in asked:  # several calls of a process at once: each has its own answer
+            thread.start()
+        for thread in asked:
+            thread.join(20)
+            assert not thread.is_alive()
         for _ in range(6):
             assert metric(up.url, "request_success_total", finished_reason="length") == 24
             assert metric(up.url, "generation_tokens_total") == 48

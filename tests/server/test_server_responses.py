@@ -190,6 +190,7 @@ def test_background(scripted: Server, client: openai.OpenAI) -> None:
     rest = list(client.responses.retrieve(name, stream=True, starting_after=4))
     assert [e.sequence_number for e in seen + rest] == list(range(5 + len(rest)))
     assert rest[-1].type == "response.incomplete"
+    assert not list(client.responses.retrieve(name, stream=True, starting_after=10**6))
     whole = list(client.responses.retrieve(name, stream=True))
     [item] = rest[-1].response.output  # the model never came to an end of its reasoning
     assert "".join(e.delta for e in whole if "delta" in e.type) == item.content[0].text != ""

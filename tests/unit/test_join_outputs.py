@@ -54,3 +54,13 @@ def test_an_error_after_tokens_keeps_the_tokens() -> None:
     )
     (a,) = both.outputs
     assert (a.new_token_ids, a.finish_reason, a.error) == ([1], "error", "why")
+
+
+def test_no_field_is_forgotten() -> None:
+    """Every field of a later output survives behind an earlier, empty one."""
+    later = EngineOutput(
+        "a", [2], _scores(2), [None], "stop", 7, 3, "why", (1.0, 2.0), embedding=b"x"
+    )
+    assert all(getattr(later, name) for name in EngineOutput.__struct_fields__)
+    both = join_outputs(EngineOutputs(0, [EngineOutput("a", [])]), EngineOutputs(0, [later]))
+    assert both.outputs == [later]

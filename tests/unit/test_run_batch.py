@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import threading
 from typing import Any
 
+import fastapi
 import pytest
 
 from jaxengine.cli import main as cli
+from jaxengine.cli.asgi import post
 from jaxengine.cli.run_batch import run_batch
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
+from jaxengine.server import errors
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -72,6 +77,31 @@ def test_answers_in_order_and_errors_by_line(
     assert cold["response"]["body"]["error"]["param"] == "temperature"
     assert (other["custom_id"], other["response"]["status_code"]) == ("other", 404)
     assert "41 requests, 9 failed" in capsys.readouterr().err
+
+
+def test_a_pipe_is_read_once(tmp_path: pathlib.Path) -> None:
+    pipe, target = tmp_path / "pipe", tmp_path / "out.jsonl"
+    os.mkfifo(pipe)
+    text = line("a", CHAT, messages=USER, max_tokens=2)
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    config = EngineConfig.of(model="demo", max_model_len=512)
+    assert run_batch(config, str(pipe), str(target), progress=False, core=wire.STUB_CORE) == 0
+    writer.join(5)
+    assert [json.loads(x)["custom_id"] for x in target.read_text().splitlines()] == ["a"]
+
+
+async def test_an_internal_error_is_an_answer() -> None:
+    """The app answers 500 and raises for a server's log; a batch goes on."""
+    app = fastapi.FastAPI()
+    errors.install(app)
+
+    @app.post("/broken")
+    async def broken() -> None:
+        raise KeyError("x")
+
+    answer = await post(app, "/broken", b"{}", {})
+    assert answer.status == 500 and json.loads(answer.body)["error"]
 
 
 def test_all_well_is_0(tmp_path: pathlib.Path) -> None:

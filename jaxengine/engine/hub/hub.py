@@ -11,7 +11,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import zmq
@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.admission import (
+    OVERLOADED,
     UNAVAILABLE,
     OverloadedError,
     UnavailableError,
@@ -68,6 +69,7 @@ class Hub:
         self._ready: EngineReady | None = None
         self._dead: hub.Dead | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._listening: asyncio.Task[None] | None = None
         self._folder = tempfile.mkdtemp(prefix="jaxengine-hub-")
         self.address = f"ipc://{self._folder}/hub"
         self._context = zmq.asyncio.Context()
@@ -78,7 +80,9 @@ class Hub:
 
     async def start(self) -> EngineReady:
         """Start the engines, and tell the API processes. Raises EngineStartError."""
-        self._spawn(self._listen())
+        self._listening = asyncio.create_task(self._listen())
+        self._tasks.add(self._listening)
+        self._listening.add_done_callback(self._done)
         ready = await self.group.start()
         self._ready = ready
         for client in self._clients:
@@ -89,13 +93,27 @@ class Hub:
         """Pass messages on until the engines are gone: raises EngineDeadError, after the API
         processes were told."""
         try:
-            await self.group.run(self._take)
+            await self._while_listening(self.group.run(self._take))
         except EngineDeadError as error:
             self.metrics.engine_gone()
             self._dead = hub.Dead(str(error), error.kind)
             for client in self._clients:
                 self._send(client, hub.DEAD, self._dead)
             raise
+
+    async def _while_listening(self, work: Coroutine[Any, Any, None]) -> None:
+        """`work`, which is in vain once nobody hears the API processes any more."""
+        assert self._listening is not None
+        running = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({running, self._listening}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                error = self._listening.exception()
+                raise EngineDeadError(f"the hub failed: {type(error).__name__}: {error}")
+            running.result()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -165,10 +183,12 @@ class Hub:
             self._waiting.check(length)
             self.group.placer.add(add.request, Placement(add.rank, add.session))
         except (OverloadedError, UnavailableError, EngineDeadError, RequestError) as error:
+            reason = UNAVAILABLE
             if isinstance(error, OverloadedError):
                 self.metrics.rejected()
+                reason = OVERLOADED
             refusal = EngineOutput(
-                request_id, [], finish_reason="error", stop_reason=UNAVAILABLE, error=str(error)
+                request_id, [], finish_reason="error", stop_reason=reason, error=str(error)
             )
             self._send(client, hub.OUTPUTS, EngineOutputs(0, [refusal]))
             return
@@ -196,6 +216,9 @@ class Hub:
                 result.result = await self.group.call(call.method, *call.args)
         except (RuntimeError, EngineDeadError, UnavailableError) as error:
             result.error = str(error)
+        except Exception as error:
+            log.exception("the call %s failed", call.method)
+            result = UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
         self._send(client, hub.RESULT, result)
 
     async def _figures(self) -> hub.Figures:

@@ -126,13 +126,14 @@ class RemoteGroup:
     async def call(self, method: str, *args: Any) -> Any:
         """Run `method` on every engine. Raises RuntimeError with the engine's message."""
         self._next_call += 1
+        call_id = self._next_call  # others may call meanwhile
         future = asyncio.get_running_loop().create_future()
-        self._calls[self._next_call] = future
+        self._calls[call_id] = future
         try:
-            self._send(hub.CALL, hub.encode(UtilityCall(self._next_call, method, list(args))))
+            self._send(hub.CALL, hub.encode(UtilityCall(call_id, method, list(args))))
             return await future
         finally:
-            self._calls.pop(self._next_call, None)
+            self._calls.pop(call_id, None)
 
     async def figures(self) -> hub.Figures:
         """Metrics and load of all API processes together."""

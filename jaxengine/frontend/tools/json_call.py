@@ -25,7 +25,7 @@ class JsonCall:
         self._names = names
         self._state = "open"
         self._key = ""
-        self._value = ""  # text of the key or value that is being read
+        self._value: list[str] = []  # characters of the key or value that is being read
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -43,17 +43,17 @@ class JsonCall:
     def _take(self, char: str, out: list[Event]) -> None:
         state = self._state
         if state in ("key", "string", "container"):
-            self._value += char
+            self._value.append(char)
             if self._inside(char):
                 return
             if state == "key":
-                self._key, self._value = _decoded(self._value), ""
+                self._key, self._value = _decoded("".join(self._value)), []
                 self._state = "colon"
             else:
                 self._complete(out)
                 self._state = "next"
         elif state == "scalar" and char not in ",}" + _BLANK:
-            self._value += char
+            self._value.append(char)
         elif state == "scalar":
             self._complete(out)
             self._state = "next"
@@ -77,7 +77,7 @@ class JsonCall:
             self.failed = True
 
     def _begin(self, state: str, char: str) -> None:
-        self._state, self._value = state, char
+        self._state, self._value = state, [char]
         self._in_string, self._escaped = char == '"', False
         self._depth = 1 if char in "{[" else 0
 
@@ -107,11 +107,11 @@ class JsonCall:
             and self._key in _ARGUMENTS
             and self._arguments is None
         ):
-            out.append(Event("arguments", self._value))
-            self._value, self._sent = "", True
+            out.append(Event("arguments", "".join(self._value)))
+            self._value, self._sent = [], True
 
     def _complete(self, out: list[Event]) -> None:
-        value, self._value = self._value, ""
+        value, self._value = "".join(self._value), []
         if self._key in _NAME and not self.started:
             name = _decoded(value)
             if not name or (self._names is not None and name not in self._names):

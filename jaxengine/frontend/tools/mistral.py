@@ -8,7 +8,7 @@ from jaxengine.frontend.tools.json_call import JsonCalls
 from jaxengine.frontend.tools.tagged import TaggedCalls
 
 BEGIN = "[TOOL_CALLS]"
-_ARGS = "[ARGS]"
+ARGS = "[ARGS]"
 
 
 def mistral() -> Parser:
@@ -54,7 +54,7 @@ class NamedObject:
             self._name += char
             self.failed = len(self._name) > 256
             return
-        name = self._name.strip().removesuffix(_ARGS).strip()
+        name = self._name.strip().removesuffix(ARGS).strip()
         if not name or any(c in " \n[]" for c in name):
             self.failed = True
             return

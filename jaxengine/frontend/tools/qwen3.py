@@ -21,6 +21,7 @@ from jaxengine.frontend.tools.json_call import JsonCall
 from jaxengine.frontend.tools.tagged import TaggedCalls
 
 _FUNCTION = "<function="
+_END = "</parameter>"
 
 
 def qwen3(tools: Sequence[Mapping[str, Any]]) -> Parser:
@@ -44,6 +45,7 @@ class XmlCall:
         self._tools = tools
         self._properties: Mapping[str, Any] = {}
         self._buffer = ""
+        self._scanned = 0  # so much of the buffer holds no end of a parameter
         self._count = 0
 
     def feed(self, text: str, out: list[Event]) -> str:
@@ -86,8 +88,12 @@ class XmlCall:
         if not begin.startswith(self._buffer[: len(begin)]):
             self.failed = True
             return False
+        if self._buffer.find(_END, max(0, self._scanned - len(_END))) < 0:
+            self._scanned = len(self._buffer)
+            return False
+        self._scanned = 0
         key, closed, rest = self._buffer[len(begin) :].partition(">")
-        value, ended, after = rest.partition("</parameter>")
+        value, ended, after = rest.partition(_END)
         if not (closed and ended):
             return False
         value = value.removeprefix("\n").removesuffix("\n")
