@@ -77,7 +77,7 @@ def test_every_fault_and_every_order(start: Callable[..., EngineProcess]) -> Non
     refused = engine.end(engine.add(PROMPT, 4))
     assert (refused.finish_reason, refused.stop_reason) == ("error", UNAVAILABLE)
     assert engine.call("is_paused").error == "the engine is unhealthy"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 3.5  # not even a step's time-out
     assert engine.order("retry").success and engine.status.state == "healthy"
     assert oracle(engine) == before
     assert engine.call("check_integrity").error is None

@@ -195,12 +195,12 @@ def test_a_silent_peer_costs_one_wait(liar: tuple[str, dict[str, object]]) -> No
     """Handshake never, then lookup answered and fetch never."""
     endpoint, how = liar
     how["answer"] = lambda message: None
-    store = client(endpoint, retry_after=0.4)
+    store = client(endpoint, retry_after=1.5)
     began = time.monotonic()
-    for _ in range(5):
+    for _ in range(20):
         assert store.contains(keys(range(2)), True) == [False, False]
-    assert time.monotonic() - began < 0.4 + 0.3
-    time.sleep(0.4)
+    assert time.monotonic() - began < 3  # not 20 waits of 0.3 s
+    time.sleep(1.5)
     encode = msgspec.msgpack.encode
     how["answer"] = lambda message: (
         [encode(Found(message.number, b"\x02\x02"))] if type(message).__name__ == "Lookup" else None
@@ -208,7 +208,7 @@ def test_a_silent_peer_costs_one_wait(liar: tuple[str, dict[str, object]]) -> No
     assert store.contains(keys(range(2)), True) == [True, True]
     began = time.monotonic()
     assert fetch(store, range(2)) == [False, False]
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 5
     assert count(store, "p2p_peer_failures") == 2
 
 
@@ -243,7 +243,7 @@ def test_a_peer_process_dies_between_lookup_and_fetch(sent: signal.Signals) -> N
         began = time.monotonic()
         assert fetch(store, range(32, 64)) == [False] * 32
         assert not any(store.contains(keys(range(64)), True))
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 8  # not a wait for each of 32 keys
         assert count(store, "p2p_peer_failures") == 1
     finally:
         process.kill()

@@ -378,7 +378,7 @@ def test_slow_grammars_are_bounded(up: Server) -> None:
             assert call(up.url, C, body)[0] == 200
             slowest = max(slowest, time.monotonic() - began)
         assert [a.result(60)[0] in (200, 400) for a in answers] == [True] * len(heavy)
-    assert slowest < 5
+    assert slowest < 20
     assert alive(up.url)
 
 

@@ -157,7 +157,7 @@ def test_signal_drains_and_exits_0(sig: int) -> None:
         stream.start()
         eventually(lambda: metric(up.url, "num_requests_running") == 1)
         up.process.send_signal(sig)
-        eventually(lambda: call(up.url, "/health")[0] == 503, 1)
+        eventually(lambda: call(up.url, "/health")[0] == 503, 5)
         status, answer, headers = call(up.url, C, {"prompt": "x"})
         assert status == 503 and answer["error"]["code"] == "shutting_down"
         assert headers["retry-after"]
@@ -189,7 +189,7 @@ def test_second_signal_ends_at_once() -> None:
         eventually(lambda: call(up.url, "/health")[0] == 503, 1)
         began = time.monotonic()
         up.process.send_signal(signal.SIGTERM)
-        assert up.process.wait(5) != 0 and time.monotonic() - began < 2
+        assert up.process.wait(5) != 0 and time.monotonic() - began < 4
         _gone(family)
         stream.join(5)
 

@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_come_breaks_the_group(rank: int) -> None:
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="no word from rank 1|rank 0 gave no answer"):
         ranks[rank].agree(wish(), never, 0.2)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
     for one in ranks:
         one.close()
 

