@@ -139,6 +139,8 @@ def accept_rows(
     spread["seq_len"] = seq_len
     spread["min_active"] = (outputs < record[:, COLUMN["min_tokens"]]).astype(jnp.int32)
     spread["samples"] = used.reshape(-1).astype(jnp.int32)
+    # Fused with its readers, the spreading of the rows took LLVM minutes to compile at some sizes.
+    spread = jax.lax.optimization_barrier(spread)
     inputs = sampling_inputs(spread, slots)
     inputs = inputs._replace(grammar=mask, use_grammar=part["use_grammar"][0] > 0)
     logits = head(config.spec, params, drafted.hidden, config.layout)
