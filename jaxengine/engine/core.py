@@ -18,6 +18,7 @@ Depth 1 is the synchronous engine, depth 2 the asynchronous one; there is no sec
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_BOOKS_TIMEOUT = 0.1  # seconds
 NAN_ERROR = "the model's logits held NaN or infinity, or no token was legal"
 
 
@@ -78,10 +80,12 @@ class InFlight:
 
 
 class EngineCore:
-    """One model on one device. One thread calls it; nothing here is thread-safe."""
+    """One model on one device. One thread calls it; another may call `abort_early`."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Load, compile and allocate. Raises ValueError and the loader's errors."""
+        # Held while the books are read or written; free while the device is waited for.
+        self._books = threading.RLock()
         speculation = _speculation(config)
         built = _build(config)
         self.config = config
@@ -164,18 +168,35 @@ class EngineCore:
 
     def add_request(self, wire: EngineRequest) -> None:
         """Queue a request. One that cannot run ends alone, with an error output."""
-        try:
-            request = self._make_request(wire)
-            self.scheduler.add(request)
-            if request.grammar is not None:
-                self._grammars.watch(request)
-        except ValueError as error:
-            self._outputs.append(_refusal(wire.request_id, str(error)))
+        with self._books:
+            try:
+                request = self._make_request(wire)
+                self.scheduler.add(request)
+                if request.grammar is not None:
+                    self._grammars.watch(request)
+            except ValueError as error:
+                self._outputs.append(_refusal(wire.request_id, str(error)))
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End these; unknown ids are skipped. No output is made for them."""
-        for request in self.scheduler.abort(request_ids):
-            self._forget(request.request_id)
+        with self._books:
+            for request in self.scheduler.abort(request_ids):
+                self._forget(request.request_id)
+
+    def abort_early(self, request_ids: list[str], report: Callable[[EngineStats], None]) -> None:
+        """`abort_requests` from another thread, while a step runs: their slots and blocks are free
+        for the next plan. Steps in flight may still write there, but before whoever comes next
+        (the device works in order). `report` gets the stats then.
+
+        Does nothing where the loop holds the books for long; so tell the loop as well.
+        """
+        if not self._books.acquire(timeout=_BOOKS_TIMEOUT):
+            return
+        try:
+            self.abort_requests(request_ids)
+            report(self.stats())  # before the loop can count on: counters never fall
+        finally:
+            self._books.release()
 
     def _forget(self, request_id: str) -> None:
         """What was collected of its prompt."""
@@ -219,16 +240,17 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """One turn of the loop; may return nothing. An exception leaves device state undefined,
         and ends the worker of a coupled rank: those of the others wait for it in vain."""
-        if self._lockstep is None:
-            return self._step()
-        try:
-            return self._step()
-        except Interrupted:
-            return []
-        except Exception as error:
-            if self._worker is not None:
-                self._worker.abandon(_as_death(error))
-            raise
+        with self._books:
+            if self._lockstep is None:
+                return self._step()
+            try:
+                return self._step()
+            except Interrupted:
+                return []
+            except Exception as error:
+                if self._worker is not None:
+                    self._worker.abandon(_as_death(error))
+                raise
 
     def _step(self) -> list[EngineOutput]:
         began = time.perf_counter()
@@ -314,7 +336,7 @@ class EngineCore:
     def _finish_oldest(self, began: float) -> list[EngineOutput]:
         step = self._inflight.popleft()
         waited = time.perf_counter()
-        results = self.executor.result(step.handle)
+        results = self._result(step)
         done = time.perf_counter()
         updates = [
             (self._reconcile(shard, plan, result), result)
@@ -337,6 +359,13 @@ class EngineCore:
         self._stats.step_seconds += ended - began
         self._stats.host_seconds += (ended - began) - (done - waited)
         return outputs
+
+    def _result(self, step: InFlight) -> list[StepResult]:
+        self._books.release()
+        try:
+            return self.executor.result(step.handle)
+        finally:
+            self._books.acquire()
 
     def _end_failed_grammars(self) -> None:
         for request, reason in self._grammars.failed():
@@ -416,17 +445,18 @@ class EngineCore:
     def on_fault(self) -> None:
         """A step failed: end every request, forget every prefix and what is in flight. Asks
         nothing of the device. No outputs are made; the caller knows whom to tell."""
-        self._inflight.clear()
-        self._outputs.clear()
-        self._prompt_logprobs, self._pooled = PromptLogprobs(), Pooled()
-        try:
-            self.scheduler.on_fault()
-            self.scheduler.abort()
-            self.scheduler.check_integrity()
-            self._publish_events()
-        except Exception:  # noqa: BLE001 - the fault may have been in the planner itself
-            log.exception("the fault broke the planner's books; they are begun anew")
-            self._plan_afresh()
+        with self._books:
+            self._inflight.clear()
+            self._outputs.clear()
+            self._prompt_logprobs, self._pooled = PromptLogprobs(), Pooled()
+            try:
+                self.scheduler.on_fault()
+                self.scheduler.abort()
+                self.scheduler.check_integrity()
+                self._publish_events()
+            except Exception:  # noqa: BLE001 - the fault may have been in the planner itself
+                log.exception("the fault broke the planner's books; they are begun anew")
+                self._plan_afresh()
 
     def recover(self, respawn: bool) -> None:
         """After `on_fault`: an empty device state; with `respawn`, in a new worker process.
@@ -485,6 +515,10 @@ class EngineCore:
     # -- figures and calls ------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
+        with self._books:
+            return self._take_stats()
+
+    def _take_stats(self) -> EngineStats:
         stats, scheduler = self._stats, self.scheduler
         stats.num_running = scheduler.num_running
         stats.num_waiting = scheduler.num_waiting
@@ -521,7 +555,8 @@ class EngineCore:
         }
         if method not in calls:
             raise ValueError(f"unknown call {method!r}")
-        return calls[method](*args)
+        with self._books:
+            return calls[method](*args)
 
     def _reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget cached prefixes; with `reset_running` running requests start over for it."""

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import zmq
 
@@ -60,6 +60,15 @@ class Core(Protocol):
     def stats(self) -> EngineStats: ...
     def utility(self, method: str, args: list[Any]) -> Any: ...
     def shutdown(self) -> None: ...
+
+
+@runtime_checkable
+class EarlyCore(Protocol):
+    """A core that ends requests while a step runs."""
+
+    def abort_early(
+        self, request_ids: list[str], report: Callable[[EngineStats], None]
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,8 @@ def run_engine(launch: EngineLaunch) -> None:
             deliver = _stopping_at_once(deliver, core)
             if sentinel is None and isinstance(core, RecoverableCore):
                 core.watch_worker(lambda: inbox.put((CHECK, None)))
+        if isinstance(core, EarlyCore):
+            deliver = _aborting_at_once(deliver, core, outbox)
         reader = threading.Thread(
             target=_read_input, args=(context, launch, deliver, stopping), daemon=True
         )
@@ -190,6 +201,20 @@ def _stopping_at_once(
         deliver(kind, body)
         if kind in (wire.SHUTDOWN, wire.FAILED):
             core.stop_waiting()
+
+    return at_once
+
+
+def _aborting_at_once(
+    deliver: Callable[[bytes, Any], None], core: EarlyCore, outbox: Outbox
+) -> Callable[[bytes, Any], None]:
+    """The same, with aborts carried out here and not after the step that runs. The loop gets them
+    too: the request may be in its inbox still."""
+
+    def at_once(kind: bytes, body: Any) -> None:
+        if kind == wire.ABORT:
+            core.abort_early(body, lambda stats: outbox.publish([], stats))
+        deliver(kind, body)
 
     return at_once
 

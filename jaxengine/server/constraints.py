@@ -1,7 +1,8 @@
 """The many ways to ask for structured output over HTTP, as one constraint.
 
 `response_format` is OpenAI's; `structured_outputs` is an object with exactly one of json, regex,
-choice, grammar, json_object; `guided_json` and its like are the older names of the same.
+choice, grammar, json_object, structural_tag; `guided_json` and its like are the older names of the
+same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxengine.structured import check_structured, from_response_format
 
 Constraint = StructuredOutputsParams | None
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 # Options of others' engines: True where ours does just that, whatever they say.
 _OPTIONS = {
@@ -25,7 +26,6 @@ _OPTIONS = {
     "disable_fallback": True,  # there is one way
     "disable_additional_properties": False,
     "whitespace_pattern": False,
-    "structural_tag": False,
 }
 
 
@@ -65,7 +65,7 @@ def named_as_given(error: RequestError, field: str) -> RequestError:
     """An error about the constraint, in terms of the field that the client wrote."""
     if not field or field == "structured_outputs":
         return error
-    pattern = r"structured_outputs(\.(json_object|json|regex|choice|grammar))?"
+    pattern = r"structured_outputs(\.(json_object|json|regex|choice|grammar|structural_tag))?"
     message = re.sub(pattern, lambda _: field, error.message, count=1)
     name = field.split(".")[0] if error.field == "structured_outputs" else error.field
     return RequestError(name, message)

@@ -25,7 +25,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
-    "structural_tag": (None,),
     "guided_whitespace_pattern": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from jaxengine.frontend.reasoning import Start
@@ -10,8 +11,9 @@ from jaxengine.frontend.tools.hermes import BEGIN, END
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.server.errors import ApiError
 from jaxengine.server.tools import ToolChoice
-from jaxengine.structured.probe import JSON_OPTIONS
 from jaxengine.structured.schema import parse_schema
+from jaxengine.structured.structural_tag import json_expression as _json
+from jaxengine.structured.structural_tag import slashes, structural_tag_grammar
 
 # How calls are written, of the parsers whose calls a grammar can tell from other text by their
 # first characters: the tag before one, the arguments' key, the tag behind one.
@@ -113,6 +115,8 @@ def after_reasoning(
     if start == "outside":
         return constraint
     own = constraint.grammar or ""
+    if constraint.structural_tag is not None:
+        own, ours = structural_tag_grammar(constraint.structural_tag, "structural_tag"), True
     if own and not ours:
         raise ApiError(
             400,
@@ -120,7 +124,9 @@ def after_reasoning(
             "(chat_template_kwargs enable_thinking: false) or give json, regex or choice",
             param="structured_outputs",
         )
-    rules = own.replace("\nstart: ", "\nafter: ") if own else f"after: {_expression(constraint)}\n"
+    rules = (
+        re.sub(r"(?m)^start: ", "after: ", own) if own else f"after: {_expression(constraint)}\n"
+    )
     opened = r"think /\n{0,2}/"
     if start == "maybe":
         opened = rf"(/\n?<think>/ {opened})?"
@@ -139,28 +145,13 @@ def _expression(constraint: StructuredOutputsParams) -> str:
         return " | ".join(json.dumps(c, ensure_ascii=False) for c in constraint.choice)
     if constraint.regex is not None:
         escaped = constraint.regex.replace("\n", r"\n")
-        return "/" + _slashes(escaped) + "/"
+        return "/" + slashes(escaped) + "/"
+    what = "grammar" if constraint.grammar is not None else "structural_tag"
     raise ApiError(
         400,
-        'structured_outputs.grammar cannot stand beside tool_choice "auto"',
+        f'structured_outputs.{what} cannot stand beside tool_choice "auto"',
         param="structured_outputs",
     )
-
-
-def _slashes(regex: str) -> str:
-    """The regular expression with its plain slashes escaped."""
-    out, escaped = [], False
-    for char in regex:
-        out.append("\\/" if char == "/" and not escaped else char)
-        escaped = char == "\\" and not escaped
-    return "".join(out)
-
-
-def _json(schema: Any) -> str:
-    if schema is True:
-        schema = {}
-    text = json.dumps({"x-guidance": JSON_OPTIONS, **schema}, ensure_ascii=False)
-    return f"%json {text}"
 
 
 def _schemas(choice: ToolChoice, lenient: bool = False) -> list[dict[str, Any]]:

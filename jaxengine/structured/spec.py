@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.structured.schema import parse_schema
+from jaxengine.structured.structural_tag import structural_tag_grammar
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 MAX_REGEX = 16 * 1024
 MAX_GRAMMAR = 128 * 1024
 MAX_CHOICES = 10_000
 MAX_CHOICE_CHARS = 128 * 1024
-RESPONSE_FORMATS = ("text", "json_object", "json_schema")
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Spec:
     """A constraint in canonical form: equal specs share one compiled grammar.
 
     `text` is a JSON schema ("json"), a regular expression, a JSON list of strings ("choice") or
-    a Lark or GBNF grammar. `field` names the request's field in error messages.
+    a Lark or GBNF grammar (a structural tag is one by now). `field` names the request's field in
+    error messages.
     """
 
     kind: Kind
@@ -64,6 +66,10 @@ def from_response_format(response_format: object) -> StructuredOutputsParams | N
         if wrapper.get("schema") is None:
             raise ValueError(f"{name}.json_schema.schema is missing")
         return _json(wrapper["schema"], f"{name}.json_schema.schema")
+    if kind == "structural_tag":
+        tag = dict(response_format)
+        structural_tag_grammar(tag, name)
+        return StructuredOutputsParams(structural_tag=json.dumps(tag, ensure_ascii=False))
     known = ", ".join(RESPONSE_FORMATS)
     raise ValueError(f"{name}.type must be one of {known}, got {_show(kind)}")
 
@@ -96,6 +102,9 @@ def check_structured(
         return Spec("regex", _text(params.regex, name, MAX_REGEX), name)
     if params.choice is not None:
         return Spec("choice", _choices(params.choice, name), name)
+    if params.structural_tag is not None:
+        grammar = structural_tag_grammar(params.structural_tag, name)
+        return Spec("grammar", _text(grammar, name, MAX_GRAMMAR), name)
     return Spec("grammar", _text(params.grammar, name, MAX_GRAMMAR, blank_counts=False), name)
 
 

@@ -186,7 +186,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"reasoning_effort": "much"}, "reasoning_effort", "must be one of"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", ""),
-    ({"response_format": {"type": "structural_tag"}}, "response_format", "must be one of"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", 'needs "format", or'),
+    ({"response_format": {"type": "xml"}}, "response_format", "must be one of"),
     (
         {
             "messages": [
