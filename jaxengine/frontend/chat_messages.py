@@ -18,19 +18,44 @@ def normalize_messages(messages: Sequence[Message], keep_parts: bool = False) ->
 
     Content that is null, missing or [] becomes "" (it would print as the word None); text parts are
     joined by newlines unless `keep_parts`; empty `tool_calls` are dropped; tool-call arguments,
-    JSON text on the wire, become mappings. Raises ChatTemplateError naming the field.
+    JSON text on the wire, become mappings; `function_call` and the role "function", their older
+    names, become calls and results of tools. Raises ChatTemplateError naming the field.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatTemplateError("messages must be a list of at least one message")
-    return [_message(m, f"messages[{i}]", keep_parts) for i, m in enumerate(messages)]
+    made = [_message(m, i, keep_parts) for i, m in enumerate(messages)]
+    return _with_ids(made) if any(m["role"] == "function" for m in made) else made
 
 
-def _message(message: Message, where: str, keep_parts: bool) -> Message:
+def _with_ids(messages: list[Message]) -> list[Message]:
+    """Results of functions as results of the calls before them."""
+    made: list[Message] = []
+    call_id = ""
+    for i, message in enumerate(messages):
+        if message["role"] == "function":
+            if not isinstance(message.get("name"), str):
+                raise ChatTemplateError(f"messages[{i}].name must be the name of the function")
+            message = {**message, "role": "tool", "tool_call_id": call_id or _call_id(i)}
+        elif message.get("tool_calls"):
+            call_id = str(message["tool_calls"][-1].get("id", _call_id(i)))
+        made.append(message)
+    return made
+
+
+def _call_id(index: int) -> str:
+    return f"{index:09d}"  # some templates want ids of 9 characters
+
+
+def _message(message: Message, index: int, keep_parts: bool) -> Message:
+    where = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(f"{where} must be an object with a role")
     out = {k: v for k, v in message.items() if v is not None or k == "content"}
     out["content"] = _content(message.get("content"), f"{where}.content", keep_parts)
-    calls = out.pop("tool_calls", None)
+    calls, function = out.pop("tool_calls", None), out.pop("function_call", None)
+    if function is not None and not calls:
+        call = {"id": _call_id(index), "type": "function", "function": function}
+        out["tool_calls"] = [_tool_call(call, where, "function_call")]
     if calls:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise ChatTemplateError(f"{where}.tool_calls must be a list")
@@ -57,19 +82,20 @@ def _content(content: Any, where: str, keep_parts: bool) -> Any:
     return parts if keep_parts and parts else "\n".join(p["text"] for p in parts)
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, where: str, name: str = "function") -> dict[str, Any]:
+    """`name` is what the client calls the function's object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ChatTemplateError(f"{where}.function must be an object with a name")
+        raise ChatTemplateError(f"{where}.{name} must be an object with a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (json.JSONDecodeError, RecursionError) as e:
-            raise ChatTemplateError(f"{where}.function.arguments is not valid JSON") from e
+            raise ChatTemplateError(f"{where}.{name}.arguments is not valid JSON") from e
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
-        raise ChatTemplateError(f"{where}.function.arguments must be a JSON object")
+        raise ChatTemplateError(f"{where}.{name}.arguments must be a JSON object")
     return {**call, "function": {**function, "arguments": dict(arguments)}}
 
 

@@ -16,6 +16,7 @@ from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream, off_l
 from jaxengine.frontend.outputs import CompletionOutput, usage
 from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.server import legacy_functions
 from jaxengine.server.answer_plan import plan_answer
 from jaxengine.server.answers import Answer, Style, reads_answers
 from jaxengine.server.constraints import constraint_of
@@ -62,6 +63,7 @@ class _Call:
     id: str
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
+    legacy: bool = False  # asked with `functions`
     style: Style | None = None  # how the answer's text is taken apart; None: it is all content
 
 
@@ -134,9 +136,11 @@ async def _start(
     body: ChatBody, request: Request, prefix: str
 ) -> tuple[_Call, list[RequestStream]]:
     engine = engine_of(request)
-    call = await off_loop(body_size(request), lambda: _check(body, engine, request, prefix))
-    placement = placement_of(request, body.data_parallel_rank, body.user)
-    return await unless_hangup(request, _admit(call, engine, placement))
+    legacy = legacy_functions.uses_functions(body)
+    with legacy_functions.in_terms_of_functions(legacy):
+        call = await off_loop(body_size(request), lambda: _check(body, engine, request, prefix))
+        placement = placement_of(request, body.data_parallel_rank, body.user)
+        return await unless_hangup(request, _admit(replace(call, legacy=legacy), engine, placement))
 
 
 async def _events(call: _Call, stream: RequestStream) -> AsyncGenerator[bytes]:
@@ -150,6 +154,8 @@ async def _events(call: _Call, stream: RequestStream) -> AsyncGenerator[bytes]:
 def _check(body: ChatBody, engine: AsyncLLM, request: Request, prefix: str) -> _Call:
     model = check_model(request, body.model)
     check_fields(body)
+    if legacy_functions.uses_functions(body):
+        body = legacy_functions.with_tools(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
@@ -238,6 +244,9 @@ def _choice(call: _Call, output: CompletionOutput) -> ChatChoice:
         answer = Answer(call.style)
         message = answer.message(output.text, call.echo)
         reason = answer.finish_reason(reason)
+    if call.legacy:
+        message = legacy_functions.message_with_function(message)
+        reason = legacy_functions.finish_reason(reason)
     return ChatChoice(
         output.index,
         message,
@@ -280,6 +289,9 @@ async def _chunks(
             else:
                 delta = answer.delta(new.text, reason is not None)
                 empty, reason = delta == Delta(), answer.finish_reason(reason)
+            if call.legacy:
+                delta = legacy_functions.delta_with_function(delta)
+                reason = legacy_functions.finish_reason(reason)
             if empty and not (reason or new.logprobs or body.return_token_ids):
                 continue  # text held back: half a character, or the start of a stop string or tag
             choice = ChatChunkChoice(new.index, delta, _logprobs(call, new), reason)

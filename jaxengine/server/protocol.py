@@ -137,6 +137,8 @@ class ChatBody(SamplingBody):
     tools: list[Any] | None = None  # this and the next: see server.tools
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None  # these two: see server.legacy_functions
+    function_call: Any = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
 

@@ -92,6 +92,7 @@ class Message(msgspec.Struct, omit_defaults=True):
     refusal: None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] = []
+    function_call: FunctionCall | None = None  # for a request with `functions`
 
 
 class ChatChoice(msgspec.Struct):
@@ -119,6 +120,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] = []
+    function_call: FunctionCall | None = None
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -115,7 +115,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (C, {"suffix": "end"}, "suffix"),
     (C, {"best_of": 3}, "best_of"),
     (C, {"use_beam_search": True}, "use_beam_search"),
-    (CC, {"functions": [{"name": "f"}]}, "functions"),
     (CC, {"chat_template": "x"}, "chat_template"),
     (CC, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
     (CC, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
