@@ -13,6 +13,7 @@ import logging
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,7 +61,7 @@ class _Tracked:
     """What is remembered about a request besides its cursor."""
 
     search: Search | None = None
-    deadline: float = 0.0  # monotonic; after it nothing is waited for
+    deadline: float = 0.0  # of the clock; after it nothing is waited for
     own: set[OffloadKey] = field(default_factory=set)  # stored by this request
     keys: list[list[OffloadKey]] = field(default_factory=list)  # [full blocks][group]
 
@@ -69,8 +70,14 @@ class OffloadingConnector:
     """A `KVConnector` over an `OffloadManager`. One thread calls it."""
 
     def __init__(
-        self, config: OffloadConfig, planner: PlannerConfig, manager: OffloadManager
+        self,
+        config: OffloadConfig,
+        planner: PlannerConfig,
+        manager: OffloadManager,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock`: seconds, for timeouts; a simulation has its own."""
+        self._clock = clock
         self.config = config
         self.manager = manager
         self._size = planner.block_size
@@ -278,7 +285,7 @@ class OffloadingConnector:
 
     def _may_wait(self, tracked: _Tracked) -> bool:
         """Whether the request may ask again; it never waits longer than lookup_timeout."""
-        now = time.monotonic()
+        now = self._clock()
         if not tracked.deadline:
             tracked.deadline = now + self.config.lookup_timeout
         if now < tracked.deadline:

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 import jaxengine
 from jaxengine.cli.options import Options, split_argv, to_config, yaml_config
+from jaxengine.cli.simulate_options import SimulateOptions
 
 app = cyclopts.App(
     name="jaxengine",
@@ -338,6 +339,57 @@ def train_draft(
             drafts, draft_vocab_size, ffn_size, layers, batch_size, learning_rate, seed, progress,
         )
     )  # fmt: skip
+
+
+@app.command(name="simulate")
+def simulate_command(
+    model: Model = None,
+    /,
+    *,
+    calibrate: str | None = None,
+    output: Annotated[str, Parameter(name=["--output", "-o"])] = "table.json",
+    check: str | None = None,
+    rounds: int = 2,
+    most_rows: int | None = None,
+    most_tokens: int | None = None,
+    clock: Literal["wall", "cpu"] = "wall",
+    output_json: str | None = None,
+    options: SimulateOptions | None = None,
+) -> int:
+    """Run the scheduler, the balancer and the KV tiers in virtual time on a model of a device.
+
+    Parameters
+    ----------
+    model
+        Folder with a config.json, or that file; needed with --device.
+    calibrate
+        Measure this model's engine on this machine and write a table for --table.
+    output
+        Where --calibrate writes.
+    check
+        Compare the simulation with the real engine of this model on this machine.
+    rounds
+        Of --calibrate and --check.
+    most_rows
+        --calibrate: measure no steps of more rows; their times are extrapolated.
+    most_tokens
+        --calibrate: measure no steps of more tokens.
+    clock
+        --check: wall time, or the process's CPU time, for a machine that is busy.
+    output_json
+        Write the figures to this file, by the names of `bench serve`.
+    """
+    from jaxengine.cli import simulate
+
+    if min(rounds, most_rows or 1, most_tokens or 1) < 1:
+        raise ValueError("--rounds, --most-rows and --most-tokens must be at least 1")
+    options = options or SimulateOptions()
+    if calibrate is not None:
+        sizes = options.engine
+        return simulate.run_calibrate(calibrate, output, rounds, sizes, most_rows, most_tokens)
+    if check is not None:
+        return simulate.run_check(check, rounds, options.engine, clock)
+    return simulate.run_simulate(model, options, output_json)
 
 
 @app.command

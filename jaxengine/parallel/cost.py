@@ -57,7 +57,7 @@ def product_seconds(m: Machine, rows: float, out: int, depth: int, itemsize: int
     return max(arithmetic, traffic) + m.launch
 
 
-def expert_seconds(m: Machine, s: MoeShape, tokens: int, devices: int) -> float:
+def expert_seconds(m: Machine, s: MoeShape, tokens: float, devices: int) -> float:
     """Both grouped products of a device's share, when all devices hold `tokens` tokens."""
     local = s.experts / devices
     everyone = tokens * devices

@@ -1,0 +1,153 @@
+"""Measure the real engine over the shapes of its steps, and make a table of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import numpy as np
+
+from jaxengine.engine.core import EngineCore
+from jaxengine.models.layout import StepLayout
+from jaxengine.runner.buckets import all_buckets
+from jaxengine.simulate.clock import Clock, WallClock
+from jaxengine.simulate.recorder import Recorder, engine_request
+from jaxengine.simulate.table import Sample, Table, fit
+
+Prompt = list[int]
+DECODE_STEPS = 6  # measured of each number of rows
+SHORT = 8  # tokens of a prompt that only brings a decode row
+
+
+class Calibration:
+    """Measures `core` in rounds; samples add up. The engine must be idle between them."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        *,
+        most_rows: int | None = None,
+        most_tokens: int | None = None,
+        clock: Clock | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`most_rows`, `most_tokens`: larger steps are not measured, but extrapolated.
+        Raises ValueError for engines whose steps are not of one device's plain kind."""
+        parallel = core.config.parallel
+        several = parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
+        if several or core.built.num_shards > 1 or core.built.planner.max_drafts:
+            raise ValueError("calibration is for one device, without speculation")
+        self.core = core
+        self.samples: list[Sample] = []
+        self._clock = clock or WallClock()
+        buckets = all_buckets(
+            core.built.planner.max_num_seqs, core.built.planner.max_num_batched_tokens
+        )
+        # Of each kind the first one that is large enough, and all below.
+        self._decode = _up_to([b.tokens for b in buckets if b.decode_only], most_rows)
+        self._mixed = _up_to([b.tokens for b in buckets if not b.decode_only], most_tokens)
+        self._rng = np.random.default_rng(seed)
+        self._names = 0
+        on_cpu = core.built.kv_layout.kind != "head_major"
+        self._rows_per_turn = StepLayout().rows_per_turn if on_cpu else 0
+
+    def round(self, told: Callable[[str], None] = lambda _: None) -> None:
+        """Every decode bucket, every mixed bucket, both with short and long contexts."""
+        planner = self.core.built.planner
+        self.core.scheduler.reset_prefix_cache()
+        recorder = Recorder(self.core, self._rows_per_turn, self._clock)
+        try:
+            pool = planner.num_blocks * planner.block_size
+            each = SHORT + DECODE_STEPS + planner.block_size
+            rows = [n for n in self._decode if n * each <= pool]
+            for n in rows:
+                told(f"decode {n} rows")
+                self._run(recorder, [self._prompt(SHORT) for _ in range(n)], DECODE_STEPS)
+            longest = planner.max_model_len - DECODE_STEPS - SHORT - 2
+            context = min(self._mixed[-1], longest, pool // 2)
+            shared = self._prompt(context)
+            told(f"decode with contexts of {context}")
+            self._run(recorder, [shared], 1)
+            for n in [n for n in rows if n <= 8]:
+                # The prefix is in the cache: contexts that cost no prefill.
+                prompts = [shared + self._prompt(SHORT) for _ in range(n)]
+                self._run(recorder, prompts, DECODE_STEPS)
+            for tokens in self._mixed:
+                told(f"prefill {tokens} tokens")
+                length = min(tokens, longest)
+                self._run(recorder, [self._prompt(length)], 1)
+                self._run(recorder, [self._prompt(max(1, length // 2)) for _ in range(2)], 1)
+                behind = min(length, longest - context)
+                if behind > SHORT and context + behind <= pool:
+                    self._run(recorder, [shared + self._prompt(behind)], 1)
+            told("prefill beside decodes")
+            for tokens in self._mixed:
+                self._beside(recorder, min(8, rows[-1]), min(tokens - 8, longest))
+        finally:
+            recorder.close()
+        self.samples += recorder.samples
+
+    def table(self) -> Table:
+        """What the rounds so far give. Raises ValueError before the first."""
+        core, layout = self.core, self.core.built.kv_layout
+        planner = core.built.planner
+        sizes = asdict(planner)
+        sizes["windows"] = [group["window"] for group in sizes.pop("groups")]
+        return Table(
+            model=core.built.info["model"],
+            machine=f"{platform.machine()}, {os.cpu_count()} cores",
+            engine=sizes,
+            depth=core.depth,
+            rows_per_turn=self._rows_per_turn,
+            byte_s=copy_seconds_per_byte(),
+            page_bytes=tuple(layout.page_bytes(g) for g in range(layout.num_groups)),
+            **fit(self.samples),
+        )
+
+    def _run(self, recorder: Recorder, prompts: list[Prompt], output_len: int) -> None:
+        for prompt in prompts:
+            self._names += 1
+            self.core.add_request(engine_request(f"c{self._names}", prompt, output_len))
+        self._drain(recorder)
+
+    def _beside(self, recorder: Recorder, rows: int, length: int) -> None:
+        """A prompt that comes while rows decode."""
+        if length < 1:
+            return
+        for _ in range(rows):
+            self._names += 1
+            name = f"c{self._names}"
+            self.core.add_request(engine_request(name, self._prompt(SHORT), DECODE_STEPS))
+        for _ in range(3):
+            recorder.step()
+        self._run(recorder, [self._prompt(length)], 1)
+
+    def _drain(self, recorder: Recorder) -> None:
+        while self.core.has_work():
+            for output in recorder.step():
+                if output.error:
+                    raise RuntimeError(output.error)
+
+    def _prompt(self, length: int) -> Prompt:
+        vocab = self.core.built.spec.vocab_size
+        return [int(i) for i in self._rng.integers(min(100, vocab - 1), vocab, length)]
+
+
+def _up_to(sizes: list[int], most: int | None) -> list[int]:
+    if most is None or most >= sizes[-1]:
+        return sizes
+    return [n for n in sizes if n < most] + [next(n for n in sizes if n >= most)]
+
+
+def copy_seconds_per_byte(size: int = 1 << 26) -> float:
+    """Of host memory, as on CPU a tier's copies are."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - began)
+    return min(times) / size

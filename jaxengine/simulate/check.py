@@ -1,0 +1,141 @@
+"""The simulator against the real engine: the same requests, the same sizes, on this machine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxengine.bench.datasets import BenchRequest, arrivals, with_arrivals
+from jaxengine.engine.core import EngineCore
+from jaxengine.simulate.calibrate import Calibration
+from jaxengine.simulate.clock import Clock, WallClock
+from jaxengine.simulate.cluster import Cluster, simulate
+from jaxengine.simulate.recorder import drive
+from jaxengine.simulate.results import summarize
+from jaxengine.simulate.table import Table
+from jaxengine.simulate.workload import fixed_requests
+
+METRICS = ("output_tokens_per_s", "ttft_ms", "e2el_ms")
+LIMIT = 0.15
+LOAD = 0.6  # of what the engine could do, where requests arrive over time
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload. `paced`: Poisson arrivals, else all at once."""
+
+    name: str
+    requests: list[BenchRequest]
+    paced: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric of one workload over the rounds: means, and simulated / real - 1."""
+
+    case: str
+    metric: str
+    real: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        return self.simulated / self.real - 1
+
+
+def cases() -> list[Case]:
+    """Decode-heavy, prefill-heavy, and shared prefixes with Poisson arrivals."""
+    return [
+        Case("decode-heavy", fixed_requests(8, 32, 40), False),
+        Case("prefill-heavy", fixed_requests(8, 320, 4), True),
+        Case("shared-prefix", fixed_requests(12, 40, 16, prefix_len=192, prefixes=2), True),
+    ]
+
+
+def check(
+    core: EngineCore, rounds: int, told: Callable[[str], None], clock: Clock | None = None
+) -> list[Comparison]:
+    """Measure and run in turns, so that a machine that others use disturbs both alike; a round is
+    predicted from the measurements before and after it."""
+    clock = clock or WallClock()
+    # No workload has more rows; a step has more tokens only where arrivals pile up.
+    calibration = Calibration(core, most_rows=12, most_tokens=512, clock=clock)
+    before = _measured(calibration, told)
+    chosen = cases()
+    chosen = [_paced(case, before.table()) if case.paced else case for case in chosen]
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for i in range(rounds):
+        told(f"round {i + 1}: real runs")
+        real = [_real(core, case, clock, i) for case in chosen]
+        after = _measured(calibration, told)
+        # Both sides of the runs.
+        calibration.samples = before.samples + after.samples
+        table = calibration.table()
+        for case, one in zip(chosen, real, strict=True):
+            other = _simulated(table, case, i)
+            for metric in METRICS:
+                found.setdefault((case.name, metric), []).append((one[metric], other[metric]))
+        before = after
+    return [
+        Comparison(case, metric, *(statistics.fmean(side) for side in zip(*pairs, strict=True)))
+        for (case, metric), pairs in found.items()
+    ]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    calibration: Calibration
+    samples: list[Any]
+
+    def table(self) -> Table:
+        return self.calibration.table()
+
+
+def _measured(calibration: Calibration, told: Callable[[str], None]) -> _Measured:
+    calibration.samples = []
+    calibration.round(lambda what: told(f"measuring: {what}"))
+    return _Measured(calibration, list(calibration.samples))
+
+
+def _paced(case: Case, table: Table) -> Case:
+    """Arrivals at a share of the rate at which the table says that the requests can be served."""
+    outcome = simulate(_cluster(table), case.requests)
+    rate = LOAD * len(case.requests) / outcome.seconds
+    times = arrivals(len(case.requests), rate, seed=1)
+    return Case(case.name, with_arrivals(case.requests, times), True)
+
+
+def _cluster(table: Table) -> Cluster:
+    return Cluster(table.planner(), table, depth=table.depth)
+
+
+def _real(core: EngineCore, case: Case, clock: Clock, seed: int) -> dict[str, float]:
+    core.scheduler.reset_prefix_cache()
+    last = core.built.spec.vocab_size - 1
+    return _figures(summarize(drive(core, case.requests, clock, seed, last)))
+
+
+def _simulated(table: Table, case: Case, seed: int) -> dict[str, float]:
+    return _figures(summarize(simulate(_cluster(table), case.requests, seed=seed)))
+
+
+def _figures(summary: dict[str, Any]) -> dict[str, float]:
+    latency = summary["latency"]
+    return {
+        "output_tokens_per_s": summary["output_tokens_per_s"],
+        "ttft_ms": latency["ttft_ms"]["mean"],
+        "e2el_ms": latency["e2el_ms"]["mean"],
+    }
+
+
+def lines(comparisons: Sequence[Comparison]) -> list[str]:
+    """A table of the errors."""
+    out = [f"{'workload':<15}{'metric':<21}{'real':>11}{'simulated':>11}{'error':>8}"]
+    for c in comparisons:
+        name = c.metric.replace("_ms", " mean ms").replace("_per_s", "/s").replace("_", " ")
+        out.append(f"{c.case:<15}{name:<21}{c.real:>11.2f}{c.simulated:>11.2f}{c.error:>+8.1%}")
+    worst = max(abs(c.error) for c in comparisons)
+    out.append(f"largest error {worst:.1%}; the limit is {LIMIT:.0%}")
+    return out

@@ -1,0 +1,135 @@
+"""The real engine in this process with a stopwatch: every step's shape and times, and requests
+driven in real time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxengine.bench.datasets import BenchRequest, prompt_tokens
+from jaxengine.engine.core import EngineCore
+from jaxengine.engine.messages import EngineRequest
+from jaxengine.executor.base import Batch
+from jaxengine.sampling_params import SamplingParams
+from jaxengine.sched.plan import StepPlan, StepResult
+from jaxengine.sched.scheduler import Scheduler
+from jaxengine.simulate.clock import Clock
+from jaxengine.simulate.cost import StepShape
+from jaxengine.simulate.outcome import Outcome, RankFigures, Record
+from jaxengine.simulate.table import Sample, Work
+
+
+@dataclass
+class _Step:
+    shape: StepShape
+    batch: Batch
+    plan_s: float
+    submitted: float
+    done: float = 0.0
+    device_s: float = 0.0
+
+
+class Recorder:
+    """Stands between a core and its executor. The core has one shard and no drafts."""
+
+    def __init__(self, core: EngineCore, rows_per_turn: int, clock: Clock) -> None:
+        self._now = clock.now
+        self.core = core
+        self.samples: list[Sample] = []
+        self._rows_per_turn = rows_per_turn
+        self._plan: tuple[float, StepPlan] | None = None
+        self._flight: deque[_Step] = deque()
+        self._finished: _Step | None = None
+        self._last_done = 0.0
+        assert isinstance(core.scheduler, Scheduler)
+        self._schedule = core.scheduler.schedule
+        self._submit, self._result = core.executor.submit, core.executor.result
+        core.scheduler.schedule = self._scheduled  # type: ignore[method-assign]
+        core.executor.submit = self._submitted  # type: ignore[method-assign]
+        core.executor.result = self._resulted  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """The core is as it was."""
+        assert isinstance(self.core.scheduler, Scheduler)
+        self.core.scheduler.schedule = self._schedule  # type: ignore[method-assign]
+        self.core.executor.submit = self._submit  # type: ignore[method-assign]
+        self.core.executor.result = self._result  # type: ignore[method-assign]
+
+    def step(self) -> list[Any]:
+        """`core.step`; a step that it finished becomes a sample."""
+        outputs = self.core.step()
+        step, self._finished = self._finished, None
+        if step is not None:
+            bucket = step.batch.bucket
+            work = Work.of(step.shape, bucket, self._rows_per_turn, step.batch.sampler_rows)
+            self.samples.append(
+                Sample(
+                    bucket.tokens, bucket.decode_only, step.shape.rows, work,
+                    step.plan_s, step.device_s, self._now() - step.done,
+                )
+            )  # fmt: skip
+        return outputs
+
+    def _scheduled(self) -> StepPlan | None:
+        began = self._now()
+        plan = self._schedule()
+        self._plan = None if plan is None else (began, plan)
+        return plan
+
+    def _submitted(self, batch: Batch) -> Any:
+        assert self._plan is not None
+        began, plan = self._plan
+        shape = StepShape.of(plan)
+        handle = self._submit(batch)
+        now = self._now()
+        self._flight.append(_Step(shape, batch, now - began, now))
+        return handle
+
+    def _resulted(self, handle: Any) -> list[StepResult]:
+        results = self._result(handle)
+        step = self._flight.popleft()
+        step.done = self._now()
+        # In a pipeline a step's share is the time since the one before it.
+        step.device_s = step.done - max(step.submitted, self._last_done)
+        self._last_done = step.done
+        self._finished = step
+        return results
+
+
+def engine_request(name: str, prompt: Sequence[int], output_len: int) -> EngineRequest:
+    """Greedy, and to the last token."""
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    return EngineRequest(
+        request_id=name, prompt_token_ids=list(prompt), params=params, arrival_time=time.time()
+    )
+
+
+def drive(
+    core: EngineCore, requests: Sequence[BenchRequest], clock: Clock, seed: int, last: int
+) -> Outcome:
+    """Run requests, each at its arrival by the clock, as the engine process's loop would. `last`:
+    the largest token id of prompts. Raises RuntimeError when one fails."""
+    prompts = [prompt_tokens(r, seed, first=min(100, last), last=last) for r in requests]
+    records = [Record(r.prompt_len, r.output_len, r.arrival) for r in requests]
+    coming = deque(range(len(requests)))
+    began = clock.now()
+    end = 0.0
+    while coming or core.has_work():
+        now = clock.now() - began
+        while coming and requests[coming[0]].arrival <= now:
+            i = coming.popleft()
+            core.add_request(engine_request(str(i), prompts[i], requests[i].output_len))
+        if not core.has_work():
+            clock.wait_until(began + requests[coming[0]].arrival)
+            continue
+        outputs = core.step()
+        end = clock.now() - began
+        for output in outputs:
+            if output.error:
+                raise RuntimeError(output.error)
+            records[int(output.request_id)].times.extend([end] * len(output.new_token_ids))
+    first = min(r.arrival for r in requests)
+    return Outcome(records, [RankFigures()], end - first, core.built.planner.max_num_seqs)

@@ -1,0 +1,216 @@
+"""Step times measured on this machine, as a table: the `CostModel` of a real engine.
+
+Compiled shapes decide most of a step's time, so every one has its own constant; what depends on
+contexts is linear in the work that the attention loops really do. `calibrate` measures, `fit`
+makes the table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.runner.buckets import all_buckets, choose, row_buckets
+from jaxengine.sched.batch import Bucket
+from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.simulate.cost import StepCost, StepShape
+
+FORMAT = 1
+QUERIES = 128  # queries of one work item of prefill attention (`pallas_kernels.paged_attention`)
+CHUNK = 128  # context tokens of a loop turn
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step's time is linear in, beside its bucket's constant."""
+
+    decode_tokens: int  # context of decode rows, as the loops go: turns of rows, whole chunks
+    prefill_pairs: int  # queries times keys, in whole items and chunks
+    sampler_rows: int  # of a mixed step; a decode bucket has its own number
+
+    @staticmethod
+    def of(shape: StepShape, bucket: Bucket, rows_per_turn: int, sampler: int) -> Work:
+        chunks = -(-shape.contexts // CHUNK) * CHUNK
+        step = rows_per_turn if 0 < rows_per_turn < bucket.rows else bucket.rows
+        padded = np.pad(chunks, (0, -len(chunks) % step)).reshape(-1, step)
+        pairs = 0
+        for start, count in zip(shape.starts.tolist(), shape.counts.tolist(), strict=True):
+            ends = np.minimum(np.arange(QUERIES, count + QUERIES, QUERIES), count) + start
+            pairs += int((-(-ends // CHUNK) * CHUNK).sum()) * QUERIES
+        rows = 0 if bucket.decode_only else sampler
+        return Work(int(padded.max(axis=1, initial=0).sum()) * step, pairs, rows)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measured step. Seconds."""
+
+    bucket_tokens: int
+    decode_only: bool
+    rows: int
+    work: Work
+    plan_s: float
+    device_s: float
+    finish_s: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds. `decode` and `mixed` by the tokens of the bucket."""
+
+    model: str
+    machine: str
+    engine: dict[str, Any]  # sizes of the engine that was measured, see `planner`
+    depth: int
+    rows_per_turn: int
+    decode: dict[int, float]
+    mixed: dict[int, float]
+    decode_token_s: float
+    prefill_pair_s: float
+    sampler_row_s: float
+    plan_s: float
+    plan_row_s: float
+    finish_s: float
+    finish_row_s: float
+    byte_s: float  # of a copy between device and host memory
+    num_samples: int = 0
+    # Median of |measured / fitted - 1| over the samples.
+    residual: float = 0.0
+    page_bytes: tuple[int, ...] = field(default=(1,))
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """Compiled shapes of the engine that is simulated: those of the measured one."""
+        return all_buckets(self.engine["max_num_seqs"], self.engine["max_num_batched_tokens"])
+
+    def step(self, shape: StepShape) -> StepCost:
+        """As measured; shapes between measured ones are interpolated. Raises ValueError when no
+        compiled shape is large enough."""
+        decode_only = not len(shape.counts)
+        bucket = choose(self.buckets, shape.tokens, shape.rows, decode_only)
+        if bucket is None:
+            raise ValueError(f"no bucket holds {shape.tokens} tokens in {shape.rows} rows")
+        sampler = next(n for n in row_buckets(self.engine["max_num_seqs"]) if n >= shape.rows)
+        work = Work.of(shape, bucket, self.rows_per_turn, sampler)
+        device = interpolate(self.decode if decode_only else self.mixed, bucket.tokens)
+        device += self.decode_token_s * work.decode_tokens
+        device += self.prefill_pair_s * work.prefill_pairs
+        device += self.sampler_row_s * work.sampler_rows
+        return StepCost(
+            self.plan_s + self.plan_row_s * shape.rows,
+            device,
+            self.finish_s + self.finish_row_s * shape.rows,
+            "prefill" if len(shape.counts) else "decode",
+        )
+
+    def transfer(self, num_bytes: int) -> float:
+        return num_bytes * self.byte_s
+
+    def planner(self, **changes: Any) -> PlannerConfig:
+        """The measured engine's sizes, with changes."""
+        sizes = {**self.engine, **changes}
+        groups = tuple(GroupSpec(window) for window in sizes.pop("windows"))
+        return PlannerConfig(groups=groups, **sizes)
+
+    def save(self, path: str | Path) -> None:
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def load_table(path: str | Path) -> Table:
+    """Raises ValueError naming the file and what is wrong with it."""
+    try:
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"table {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"table {path} is not JSON: {error}") from None
+    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is no table of `simulate --calibrate` (format {FORMAT})")
+    try:
+        for name in ("decode", "mixed"):
+            fields[name] = {int(tokens): float(s) for tokens, s in fields[name].items()}
+        fields["page_bytes"] = tuple(fields["page_bytes"])
+        return Table(**fields)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"table {path} is damaged: {error}") from None
+
+
+def interpolate(points: dict[int, float], at: int) -> float:
+    """Between measured points linearly, outside them in proportion to the nearest."""
+    known = sorted(points)
+    if at > known[-1]:
+        return points[known[-1]] * at / known[-1]
+    return float(np.interp(at, known, [points[n] for n in known]))
+
+
+def fit(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The table's times from measured steps: least squares of relative errors, none negative.
+
+    The slowest steps of a shape are left out: a busy machine makes some last for several times
+    the usual. Raises ValueError for a kind of step that was not measured.
+    """
+    kept = _without_outliers(samples)
+    kinds = sorted({(s.decode_only, s.bucket_tokens) for s in kept})
+    if not any(decode for decode, _ in kinds) or all(decode for decode, _ in kinds):
+        raise ValueError("both decode steps and steps with prefill must be measured")
+    column = {kind: i for i, kind in enumerate(kinds)}
+    matrix = np.zeros((len(kept), len(kinds) + 3))
+    for row, s in enumerate(kept):
+        matrix[row, column[s.decode_only, s.bucket_tokens]] = 1
+        work = s.work
+        matrix[row, len(kinds) :] = work.decode_tokens, work.prefill_pairs, work.sampler_rows
+    device = np.array([s.device_s for s in kept])
+    found = _non_negative(matrix / device[:, None], np.ones(len(kept)))
+    rows = np.array([s.rows for s in kept], np.float64)
+    line = np.stack([np.ones(len(kept)), rows], 1)
+    plan = _non_negative(line, np.array([s.plan_s for s in kept]))
+    finish = _non_negative(line, np.array([s.finish_s for s in kept]))
+    residual = np.abs(device / np.maximum(matrix @ found, 1e-12) - 1)
+    times = {kind: float(found[i]) for kind, i in column.items()}
+    return {
+        "decode": {n: s for (decode, n), s in times.items() if decode},
+        "mixed": {n: s for (decode, n), s in times.items() if not decode},
+        "decode_token_s": float(found[-3]),
+        "prefill_pair_s": float(found[-2]),
+        "sampler_row_s": float(found[-1]),
+        "plan_s": float(plan[0]),
+        "plan_row_s": float(plan[1]),
+        "finish_s": float(finish[0]),
+        "finish_row_s": float(finish[1]),
+        "num_samples": len(kept),
+        "residual": float(np.median(residual)),
+    }
+
+
+def _without_outliers(samples: Sequence[Sample], most: float = 2.0) -> list[Sample]:
+    """Without steps above `most` times the median of their bucket and work."""
+    groups: dict[tuple[Any, ...], list[Sample]] = {}
+    for s in samples:
+        groups.setdefault((s.decode_only, s.bucket_tokens, s.work), []).append(s)
+    return [
+        s
+        for group in groups.values()
+        for s in group
+        if s.device_s <= most * float(np.median([one.device_s for one in group]))
+    ]
+
+
+def _non_negative(matrix: Any, values: Any) -> Any:
+    """Least squares without negative coefficients: those that would be are set to 0 in turn."""
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)  # columns of very different units
+    used = list(range(matrix.shape[1]))
+    found = np.zeros(matrix.shape[1])
+    while used:
+        part = np.linalg.lstsq(matrix[:, used] / scale[used], values, rcond=None)[0]
+        if part.min() >= 0:
+            found[used] = part / scale[used]
+            break
+        used.pop(int(part.argmin()))
+    return found
