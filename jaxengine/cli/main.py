@@ -10,13 +10,18 @@ import cyclopts
 from cyclopts import Parameter
 
 import jaxengine
-from jaxengine.cli.options import Options, split_argv, to_config, yaml_config
+from jaxengine.cli.bench import BENCHES
+from jaxengine.cli.options import Options, shown_default, split_argv, to_config, yaml_config
 from jaxengine.cli.simulate_options import SimulateOptions
 
 app = cyclopts.App(
     name="jaxengine",
     help="An LLM inference engine on JAX. `jaxengine COMMAND --help` lists a command's flags.",
     version=jaxengine.__version__,
+    default_parameter=Parameter(show_default=shown_default),
+)
+app.register_install_completion_command(
+    help="Install completion of commands and flags for this shell."
 )
 
 Model = Annotated[str | None, Parameter(name="MODEL", show_default=False)]
@@ -32,6 +37,8 @@ def serve(
     options: Options | None = None,
 ) -> int:
     """Serve a model over the OpenAI HTTP API.
+
+    Every flag can stand in a YAML file (--config FILE; block-size: 32); the command line wins.
 
     Parameters
     ----------
@@ -393,18 +400,41 @@ def simulate_command(
 
 
 @app.command
-def doctor() -> int:
-    """Show versions, devices and settings, and what is wrong with them. Exit 1 on a problem."""
+def doctor(*, report: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Show versions, devices and settings, and what is wrong with them. Exit 1 on a problem.
+
+    Parameters
+    ----------
+    report
+        One block of Markdown to paste into a bug report; keys and passwords are masked.
+    """
     from jaxengine.cli.doctor import run_doctor
+    from jaxengine.cli.report import run_report
 
-    return run_doctor()
+    return run_report() if report else run_doctor()
 
 
-@app.command(help_flags=[], version_flags=[])
+@app.command
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
+    """Print the completion script of a shell; `--install-completion` writes it where it is read.
+
+    Parameters
+    ----------
+    shell
+        bash, zsh or fish.
+    """
+    print(app.generate_completion(shell=shell))
+    return 0
+
+
+@app.command(
+    help=f"Measure: bench {'|'.join(BENCHES)} (each with its own --help).",
+    help_flags=[],
+    version_flags=[],
+)
 def bench(
     *words: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
 ) -> int:
-    """Measure: `bench throughput|latency|sched|serve` (each with its own --help)."""
     from jaxengine.cli.bench import run_bench
 
     return run_bench(list(words))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, get_type_hints
 
 import cyclopts
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from jaxengine.config import (
     HARMONY_PARSERS,
@@ -27,36 +27,61 @@ from jaxengine.config import (
 from jaxengine.frontend.pooling import pooling_settings
 from jaxengine.metrics.tracing import check_tracing
 
+# The order of `--help`: what most people set comes first.
+_GROUPS = [
+    Group.create_ordered(name)
+    for name in (
+        "Model",
+        "Server",
+        "KV cache and offload",
+        "Scheduler and speculation",
+        "Devices in one engine",
+        "Data parallel engines",
+        "Fault tolerance",
+        "Runner and start",
+    )
+]
+_MODEL, _SERVER, _CACHE, _SCHEDULER, _DEVICES, _DATA_PARALLEL, _FAULT, _RUNNER = _GROUPS
+
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Options:
     """All settings, flattened into flags."""
 
-    model: Annotated[ModelConfig, Parameter(name="*", group="Model")] = field(
+    model: Annotated[ModelConfig, Parameter(name="*", group=_MODEL)] = field(
         default_factory=ModelConfig
     )
-    cache: Annotated[CacheConfig, Parameter(name="*", group="KV cache")] = field(
+    cache: Annotated[CacheConfig, Parameter(name="*", group=_CACHE)] = field(
         default_factory=CacheConfig
     )
-    scheduler: Annotated[SchedulerConfig, Parameter(name="*", group="Scheduler")] = field(
+    scheduler: Annotated[SchedulerConfig, Parameter(name="*", group=_SCHEDULER)] = field(
         default_factory=SchedulerConfig
     )
-    parallel: Annotated[ParallelConfig, Parameter(name="*", group="Devices")] = field(
+    parallel: Annotated[ParallelConfig, Parameter(name="*", group=_DEVICES)] = field(
         default_factory=ParallelConfig
     )
-    data_parallel: Annotated[
-        DataParallelConfig, Parameter(name="*", group="Data parallel engines")
-    ] = field(default_factory=DataParallelConfig)
-    fault: Annotated[FaultConfig, Parameter(name="*", group="Fault tolerance")] = field(
+    data_parallel: Annotated[DataParallelConfig, Parameter(name="*", group=_DATA_PARALLEL)] = field(
+        default_factory=DataParallelConfig
+    )
+    fault: Annotated[FaultConfig, Parameter(name="*", group=_FAULT)] = field(
         default_factory=FaultConfig
     )
-    runner: Annotated[RunnerConfig, Parameter(name="*", group="Runner")] = field(
+    runner: Annotated[RunnerConfig, Parameter(name="*", group=_RUNNER)] = field(
         default_factory=RunnerConfig
     )
-    server: Annotated[ServerConfig, Parameter(name="*", group="Server")] = field(
+    server: Annotated[ServerConfig, Parameter(name="*", group=_SERVER)] = field(
         default_factory=ServerConfig
     )
+
+
+def shown_default(value: Any) -> str:
+    """A default as `--help` shows it; None is no value of its own."""
+    if value is None:
+        return "unset"
+    if value == [] or value == "":
+        return "empty"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def to_config(model: str | None, options: Options | None) -> EngineConfig:

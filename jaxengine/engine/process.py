@@ -22,6 +22,7 @@ import zmq
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
+from jaxengine.engine.crash_note import note_crash
 from jaxengine.engine.fault.inject import for_rank
 from jaxengine.engine.fault.outbox import Outbox
 from jaxengine.engine.fault.sentinel import (
@@ -140,7 +141,10 @@ def run_engine(launch: EngineLaunch) -> None:
             loop()
     except Exception as error:  # noqa: BLE001 - the front must learn of it, whatever it is
         code = 1
-        outbox.send(wire.FAILED, _failure(error))
+        failure = _failure(error)
+        if not failure.user_error:
+            note_crash(error, f"engine {launch.index}")
+        outbox.send(wire.FAILED, failure)
     finally:
         stopping.set()
         if core is not None:
