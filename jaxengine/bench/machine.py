@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,21 @@ class Machine:
         return asdict(self)
 
 
+def describe() -> dict[str, Any]:
+    """Name, cores, memory and versions, without a measurement and without JAX."""
+    return {
+        "name": _cpu_name(),
+        "cores": os.cpu_count() or 1,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    names = ("jaxengine", "jax", "jaxlib", "numpy")
+    return {name: version(name) for name in names} | {"python": platform.python_version()}
+
+
 def measure(repeats: int = 8) -> Machine:
     """Best of `repeats` runs each; takes about a second."""
     import jax.numpy as jnp
@@ -43,8 +59,7 @@ def measure(repeats: int = 8) -> Machine:
         gflops_float32=_product_rate(jnp.float32, repeats),
         gflops_bfloat16=_product_rate(jnp.bfloat16, repeats),
         gbytes=_read_rate(repeats),
-        versions={name: version(name) for name in ("jaxengine", "jax", "jaxlib", "numpy")}
-        | {"python": platform.python_version()},
+        versions=_versions(),
     )
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxengine.bench import machine, results
+from jaxengine.bench.flags import add_output, new_parser, positive
 from jaxengine.offload.host_pool import PagePool
 from jaxengine.offload.jobs import Job
 from jaxengine.offload.keys import OffloadKey, make_key, namespace_key
@@ -31,18 +33,7 @@ MIB = 2**20
 
 def main(argv: list[str] | None = None) -> int:
     """Prints one figure a line, or JSON with --json."""
-    parser = argparse.ArgumentParser(prog="jaxengine bench offload", description=__doc__)
-    parser.add_argument("--blocks", type=int, default=128, help="blocks to move")
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--kv-heads", type=int, default=3)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--folder", default=None, help="on the disk to measure; default: temporary")
-    parser.add_argument("--model", default=None, help="measure a returning conversation with it")
-    parser.add_argument("--rounds", type=int, default=3, help="repetitions with --model")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     layout = KVLayout((0,) * args.layers, args.block_size, args.kv_heads, args.head_dim, args.dtype)
     figures = {"page_KiB": layout.slot_bytes / 1024}
     figures |= measure_lookups(1000)
@@ -61,7 +52,26 @@ def main(argv: list[str] | None = None) -> int:
     else:
         for name, value in figures.items():
             print(f"{name:<28}{value:>12.3f}")
+    if args.output_json:
+        results.save(args.output_json, results.result("offload", args, machine.describe(), figures))
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = new_parser("offload", __doc__)
+    add = made.add_argument
+    add("--blocks", type=positive, default=128, help="blocks to move")
+    add("--layers", type=positive, default=30, help="of the model that a block belongs to")
+    add("--kv-heads", type=positive, default=3, help="of a layer")
+    add("--head-dim", type=positive, default=64, help="width of a head")
+    add("--block-size", type=positive, default=16, help="tokens of a block")
+    add("--dtype", default="bfloat16", help="of keys and values")
+    add("--folder", default=None, help="on the disk to measure; default: temporary")
+    add("--model", default=None, help="measure a returning conversation with it")
+    add("--rounds", type=positive, default=3, help="repetitions with --model")
+    add("--json", action="store_true", help="print JSON")
+    add_output(made)
+    return made
 
 
 def measure_lookups(count: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine import platform
+from jaxengine.bench.flags import new_parser
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.messages import EngineRequest
@@ -29,11 +30,7 @@ SETTINGS = {
 
 def main(argv: list[str]) -> int:
     """Run the bench; prints a line a setting."""
-    parser = argparse.ArgumentParser(prog="jaxengine bench perplexity", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     platform.setup()
     tokenizer = load_tokenizer(resolve_model(args.model))
     rows = read_rows(args.file)
@@ -55,6 +52,15 @@ def main(argv: list[str]) -> int:
         compared = "" if worst is None else f", worst row {worst:.4%} off the file's"
         print(f"{name}: perplexity {perplexity:.3f} ({perplexity / reference - 1:+.2%}){compared}")
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = new_parser("perplexity", __doc__)
+    add = made.add_argument
+    add("file", type=Path, help="texts, one a line, or JSON with rows")
+    add("--model", default="demo", help="model folder, .gguf file, hub id or demo")
+    add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="to compare")
+    return made
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

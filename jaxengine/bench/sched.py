@@ -1,4 +1,5 @@
-"""What the planner costs: schedule and update together, per request and step, without a device.
+"""`jaxengine bench sched`: what the planner costs, schedule and update together, per request and
+step, without a device.
 
 CPU time of this thread, so that a busy machine does not blur the figures.
 """
@@ -7,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxengine.bench import machine, results
+from jaxengine.bench.flags import add_output, new_parser, positive
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
@@ -105,21 +106,7 @@ def bench_sched(
 
 def main(argv: list[str]) -> int:
     """`jaxengine bench sched`: a row for each number of running requests."""
-    parser = argparse.ArgumentParser(prog="jaxengine bench sched", description=__doc__)
-    parser.add_argument("--num-running", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--input-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=2, choices=(1, 2), help="steps in flight")
-    parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--output-json", default=None)
-    parser.add_argument("--model", default=None, help="measure the device's idle share with it too")
-    parser.add_argument("--num-requests", type=int, default=32, help="of the idle share")
-    args = parser.parse_args(argv)
-    for name in ("input_len", "output_len"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if min(args.num_running) < 1:
-        parser.error("--num-running must be at least 1")
+    args = parser().parse_args(argv)
     print(
         f"prompts {args.input_len}, outputs {args.output_len}, depth {args.depth}, "
         f"prefix caching {'off' if args.no_prefix_caching else 'on'}"
@@ -138,8 +125,24 @@ def main(argv: list[str]) -> int:
         )
     idle = _device_idle(args.model, args.num_requests) if args.model else []
     if args.output_json:
-        Path(args.output_json).write_text(json.dumps({"rows": rows, "idle": idle}, indent=1) + "\n")
+        figures = {"rows": rows, "idle": {row["scheduling"]: row for row in idle}}
+        content = results.result("sched", args, machine.describe(), figures, ["num_running"])
+        results.save(args.output_json, content)
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = new_parser("sched", __doc__)
+    add = made.add_argument
+    add("--num-running", type=positive, nargs="+", default=[64, 256, 1024], help="requests alive")
+    add("--input-len", type=positive, default=512, help="tokens of a prompt")
+    add("--output-len", type=positive, default=128, help="tokens of an output")
+    add("--depth", type=int, default=2, choices=(1, 2), help="steps in flight")
+    add("--no-prefix-caching", action="store_true", help="without the prefix cache")
+    add("--model", default=None, help="measure the device's idle share with it too")
+    add("--num-requests", type=positive, default=32, help="of the idle share")
+    add_output(made)
+    return made
 
 
 def _device_idle(model: str, num_requests: int) -> list[dict[str, Any]]:

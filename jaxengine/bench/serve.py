@@ -1,236 +1,195 @@
-"""`jaxengine bench serve`: load on a server's /v1/completions, and what a client sees of it.
+"""`jaxengine bench serve`: load on a server, and what a client sees of it.
 
+Any OpenAI server can be measured: requests carry standard fields only, unless flags ask for more.
 TTFT: time to the first token. TPOT: time per output token after the first, a mean per request.
-ITL: gaps between streamed events with text. E2EL: time to the end. All in milliseconds.
+ITL: gaps between streamed pieces. E2EL: time to the last token. All in milliseconds.
+
+The key of the server is taken from OPENAI_API_KEY.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import json
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 
-_FIRST_ID, _LAST_ID = 1000, 20_000  # random prompts are token ids between these
-
-
-@dataclass
-class Trace:
-    """What one request saw; times in seconds."""
-
-    prompt_len: int
-    started: float = 0.0
-    first: float = 0.0
-    ended: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    error: str | None = None
+from jaxengine.bench import machine, results, summary
+from jaxengine.bench.client import ENDPOINTS, Api, Trace, body_of, send
+from jaxengine.bench.datasets import BenchRequest
+from jaxengine.bench.flags import add_output, new_parser, not_negative, positive
+from jaxengine.bench.load import first_model, run_load, wait_ready
+from jaxengine.bench.local_server import serving
+from jaxengine.bench.workload import add_workload, make_requests, token_counter
 
 
 def main(argv: list[str]) -> int:
-    """Run the bench. Exit code 1 when a request failed."""
-    args = _parser().parse_args(argv)
-    with _stub_server(args) if args.stub else contextlib.nullcontext(args.base_url) as url:
-        traces, seconds = asyncio.run(run_load(url, args))
-    figures = summarize(traces, seconds)
-    figures["settings"] = {k: v for k, v in vars(args).items() if k != "api_key"}
-    _print(figures)
-    if args.output_json:
-        Path(args.output_json).write_text(json.dumps(figures, indent=1) + "\n")
+    """Run the bench. Exit code 1 when a request failed. Raises ValueError for wrong flags."""
+    args = parser().parse_args(argv)
+    limits = summary.parse_goodput(args.goodput)
+    percentiles = summary.parse_percentiles(args.metric_percentiles)
+    shown = _metrics(args.percentile_metrics)
+    count = token_counter(args.tokenizer)
+    requests = make_requests(args, count)
+    with _address(args, requests) as url:
+        traces, seconds = asyncio.run(_drive(url, args, requests, count))
+    figures = summary.summarize(traces, seconds, percentiles=percentiles, limits=limits)
+    figures["token_counts"] = dict(collections.Counter(t.counted for t in traces if not t.error))
+    if args.max_concurrency is None and traces:
+        late = [max(0.0, t.started - t.due) for t in traces]
+        figures["client_late_p99_ms"] = 1e3 * float(np.percentile(late, 99))
+    for line in summary.table(figures, shown):
+        print(line)
+    _save(args, figures, traces)
     return 0 if not figures["failed"] else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxengine bench serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000")
-    add("--stub", action="store_true", help="start a server with canned tokens and measure that")
+def parser() -> argparse.ArgumentParser:
+    made = new_parser("serve", __doc__)
+    group = made.add_argument_group("server")
+    add = group.add_argument
+    add("--backend", choices=sorted(ENDPOINTS), default="openai", help="completions or chat")
+    add("--base-url", default=None, help="address; default: http://HOST:PORT")
+    add("--host", default="127.0.0.1", help="of the server")
+    add("--port", type=positive, default=8000, help="of the server")
+    add("--endpoint", default=None, help="path; default: that of the backend")
     add("--model", default=None, help="default: the first that the server lists")
-    add("--api-key", default=os.environ.get("OPENAI_API_KEY"))
-    add("--num-prompts", type=_positive, default=100)
-    add("--request-rate", type=float, default=float("inf"), help="a second, Poisson; inf = at once")
-    add("--max-concurrency", type=_positive, default=None, help="requests under way at most")
-    add("--random-input-len", type=_positive, default=128)
-    add("--random-output-len", type=_positive, default=64)
-    add("--seed", type=int, default=0)
+    add("--stub", action="store_true", help="start a server with canned tokens and measure that")
+    add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help=argparse.SUPPRESS)
+    add("--ready-check-timeout-sec", type=float, default=0.0, help="wait so long for the server")
     add("--timeout", type=float, default=600.0, help="seconds for one request")
-    add("--output-json", default=None)
-    return parser
+    group = made.add_argument_group("requests")
+    add = group.add_argument
+    add("--ignore-eos", action="store_true", help="send ignore_eos (no standard field)")
+    add("--temperature", type=float, default=0.0, help="of every request; -1 sends none")
+    add("--top-p", type=float, default=None, help="of every request")
+    add("--extra-body", type=_json_object, default={}, help="JSON object added to every request")
+    add("--max-tokens-field", default="max_tokens", help="some servers want max_completion_tokens")
+    add("--no-usage", action="store_true", help="do not ask for usage (stream_options)")
+    add("--text-prompts", action="store_true", help="send words in place of token ids")
+    add("--tokenizer", default=None, help="folder, tokenizer.json, .gguf, hub id or demo: counts "
+        "tokens where the server sends no usage")  # fmt: skip
+    add_workload(made)
+    group = made.add_argument_group("load")
+    add = group.add_argument
+    add("--max-concurrency", type=positive, default=None, help="requests under way at most")
+    add("--num-warmups", type=not_negative, default=0, help="requests before the measurement")
+    group = made.add_argument_group("results")
+    add = group.add_argument
+    add("--goodput", nargs="+", default=[], help="limits in ms: ttft:200 tpot:50 e2el:5000")
+    add("--percentile-metrics", default="ttft,tpot,itl,e2el", help="those to print")
+    add("--metric-percentiles", default="50,90,99", help="percentiles to work out")
+    add("--save-result", action="store_true", help="write a result file with a name of its own")
+    add("--save-detailed", action="store_true", help="the file also has every request")
+    add("--result-dir", default=".", help="where --save-result writes")
+    add("--result-filename", default=None, help="name of that file")
+    add_output(made)
+    return made
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
     return value
 
 
+def _metrics(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in summary.METRICS:
+            known = ", ".join(summary.METRICS)
+            raise ValueError(f"--percentile-metrics {name}: there are {known}")
+    return names
+
+
+def _address(
+    args: argparse.Namespace, requests: list[BenchRequest]
+) -> contextlib.AbstractContextManager[str]:
+    if args.stub:
+        return _stub(requests)
+    return contextlib.nullcontext(args.base_url or f"http://{args.host}:{args.port}")
+
+
 @contextlib.contextmanager
-def _stub_server(args: argparse.Namespace) -> Iterator[str]:
-    command = [sys.executable, "-m", "jaxengine.cli.main", "serve", "--stub", "--port", "0"]
-    longest = args.random_input_len + args.random_output_len + 1
-    command += ["--max-model-len", str(max(longest, 512)), "--log-level", "warning"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            line = next((x for x in process.stdout if " at http://" in x), "")
-            if not line:
-                raise RuntimeError("the stub server did not start")
-            yield "http://" + line.split(" at http://")[1].strip()
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
+def _stub(requests: list[BenchRequest]) -> Any:
+    longest = max(r.prompt_len + r.output_len + 1 for r in requests)
+    flags = ["--stub", "--max-model-len", str(max(longest, 512)), "--log-level", "warning"]
+    with serving(flags) as (url, _):
+        yield url
 
 
-async def run_load(url: str, args: argparse.Namespace) -> tuple[list[Trace], float]:
-    """Every request's trace, and the seconds from the first start to the last end."""
+async def _drive(
+    url: str,
+    args: argparse.Namespace,
+    requests: list[BenchRequest],
+    count: Callable[[str], int] | None,
+) -> tuple[list[Trace], float]:
+    url = url.rstrip("/").removesuffix("/v1")  # as other tools want it
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=args.timeout)
     async with aiohttp.ClientSession(
-        url, headers=headers, connector=connector, timeout=timeout, read_bufsize=2**20
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=args.timeout),
+        read_bufsize=2**20,
     ) as session:
-        model = args.model or await _first_model(session)
-        rng = random.Random(args.seed)
-        prompts = [
-            [rng.randint(_FIRST_ID, _LAST_ID) for _ in range(args.random_input_len)]
-            for _ in range(args.num_prompts)
-        ]
-        gate = asyncio.Semaphore(args.max_concurrency or args.num_prompts)
-        began = time.perf_counter()
-        tasks: list[asyncio.Task[Trace]] = []
-        async for prompt in _paced(prompts, args.request_rate, rng):
-            body = {
-                "model": model,
-                "prompt": prompt,
-                "max_tokens": args.random_output_len,
-                "ignore_eos": True,
-                "temperature": 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            tasks.append(asyncio.create_task(_one(session, gate, body)))
-        traces = await asyncio.gather(*tasks)
-        return traces, time.perf_counter() - began
-
-
-async def _first_model(session: aiohttp.ClientSession) -> str:
-    async with session.get("/v1/models") as answer:
-        answer.raise_for_status()
-        return str((await answer.json())["data"][0]["id"])
-
-
-async def _paced(
-    prompts: list[list[int]], rate: float, rng: random.Random
-) -> AsyncIterator[list[int]]:
-    """The prompts at the times of a Poisson process (on schedule, however late the loop is)."""
-    due = time.perf_counter()
-    for prompt in prompts:
-        if rate != float("inf"):
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            due += rng.expovariate(rate)
-        yield prompt
-
-
-async def _one(
-    session: aiohttp.ClientSession, gate: asyncio.Semaphore, body: dict[str, Any]
-) -> Trace:
-    trace = Trace(len(body["prompt"]))
-    async with gate:
-        trace.started = time.perf_counter()
         try:
-            async with session.post("/v1/completions", json=body) as answer:
-                if answer.status != 200:
-                    trace.error = f"HTTP {answer.status}: {(await answer.text())[:200]}"
-                else:
-                    await _read(answer, trace)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            trace.error = f"{type(error).__name__}: {error}"
-        trace.ended = time.perf_counter()
-    return trace
+            if args.ready_check_timeout_sec > 0:
+                await wait_ready(session, url, args.ready_check_timeout_sec)
+            model = args.model or await first_model(session, url)
+        except aiohttp.InvalidURL:
+            raise ValueError(f"--base-url {url} is no address") from None
+        except (aiohttp.ClientError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{url} lists no model ({error}); give --model") from None
+        api = _api(args, url, model, count)
+        for request in requests[: args.num_warmups]:
+            await send(session, api, body_of(api, request, args.seed), Trace(request.prompt_len))
+        return await run_load(
+            session, api, requests, max_concurrency=args.max_concurrency, seed=args.seed
+        )
 
 
-async def _read(answer: aiohttp.ClientResponse, trace: Trace) -> None:
-    last = 0.0
-    async for line in answer.content:
-        now = time.perf_counter()
-        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-            continue
-        chunk = json.loads(line[6:])
-        if "error" in chunk:
-            trace.error = str(chunk["error"].get("message"))
-        if chunk.get("usage"):
-            trace.num_tokens = chunk["usage"]["completion_tokens"]
-        if chunk.get("choices"):
-            if not trace.first:
-                trace.first = now
-            else:
-                trace.gaps.append(now - last)
-            last = now
-    if not trace.first and trace.error is None:
-        trace.error = "the stream ended without a token"
-
-
-def summarize(traces: list[Trace], seconds: float) -> dict[str, Any]:
-    """Totals, and percentiles in milliseconds."""
-    good = [t for t in traces if t.error is None]
-    tokens = sum(t.num_tokens for t in good)
-    samples = {
-        "ttft_ms": [t.first - t.started for t in good],
-        "tpot_ms": [(t.ended - t.first) / (t.num_tokens - 1) for t in good if t.num_tokens > 1],
-        "itl_ms": [gap for t in good for gap in t.gaps],
-        "e2el_ms": [t.ended - t.started for t in good],
-    }
-    return {
-        "completed": len(good),
-        "failed": len(traces) - len(good),
-        "errors": sorted({t.error for t in traces if t.error is not None})[:5],
-        "seconds": seconds,
-        "requests_per_s": len(good) / seconds,
-        "output_tokens_per_s": tokens / seconds,
-        "total_tokens_per_s": (tokens + sum(t.prompt_len for t in good)) / seconds,
-        "input_tokens": sum(t.prompt_len for t in good),
-        "output_tokens": tokens,
-        "latency": {name: _spread(values) for name, values in samples.items()},
-    }
-
-
-def _spread(seconds: list[float]) -> dict[str, float]:
-    if not seconds:
-        return {}
-    values = 1e3 * np.asarray(seconds)
-    return {"mean": float(values.mean())} | {
-        f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)
-    }
-
-
-def _print(figures: dict[str, Any]) -> None:
-    print(f"{figures['completed']} requests in {figures['seconds']:.2f} s", end="")
-    print(f", {figures['failed']} failed" if figures["failed"] else "")
-    for error in figures["errors"]:
-        print(f"  {error}")
-    print(
-        f"{figures['requests_per_s']:.1f} requests/s, {figures['output_tokens_per_s']:.0f} output "
-        f"tokens/s, {figures['total_tokens_per_s']:.0f} tokens/s in all"
+def _api(args: argparse.Namespace, url: str, model: str, count: Callable[[str], int] | None) -> Api:
+    extra = {"ignore_eos": True} if args.ignore_eos else {}
+    if args.top_p is not None:
+        extra["top_p"] = args.top_p
+    return Api(
+        backend=args.backend,
+        url=url + (args.endpoint or ENDPOINTS[args.backend]),
+        model=model,
+        text_prompts=args.text_prompts,
+        temperature=None if args.temperature < 0 else args.temperature,
+        usage=not args.no_usage,
+        max_tokens_field=args.max_tokens_field,
+        extra=extra | args.extra_body,
+        count=count,
     )
-    print(f"{'ms':<6}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
-    for name, row in figures["latency"].items():
-        cells = "".join(f"{value:>10.2f}" for value in row.values())
-        print(f"{name.removesuffix('_ms').upper():<6}{cells}")
+
+
+def _save(args: argparse.Namespace, figures: dict[str, Any], traces: list[Trace]) -> None:
+    content = results.result("serve", args, machine.describe(), figures)
+    if args.save_detailed:
+        content["requests"] = [
+            {"error": t.error, "input_len": t.prompt_len, "output_len": t.num_tokens}
+            | (summary.latencies(t) if t.error is None else {})
+            for t in traces
+        ]
+    if args.output_json:
+        results.save(args.output_json, content)
+    if args.save_result:
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        name = args.result_filename or f"{args.backend}-{args.request_rate:g}qps-{stamp}.json"
+        results.save(Path(args.result_dir) / name, content)
+        print(f"written to {Path(args.result_dir) / name}")

@@ -8,21 +8,27 @@ An engine has one drafter with a model (eagle, draft_model, mtp): --draft-model 
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxengine import platform
-from jaxengine.config import EngineConfig
+from jaxengine.bench import machine, results
+from jaxengine.bench.batch import run_batch
+from jaxengine.bench.flags import (
+    add_output,
+    engine_config,
+    new_parser,
+    not_negative,
+    parse_with_engine,
+    positive,
+)
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.executor.base import Verifier
-from jaxengine.sampling_params import SamplingParams
 from jaxengine.speculate.config import WITH_FOLDER, WITH_MODEL
 
+ROW_KEYS = ("requests", "method", "k")
 _PASSAGE = (
     "The harbour office opens at seven. Ships that arrive before that hour wait outside the "
     "breakwater, where the pilot boat can reach them. Every captain hands in three papers: the "
@@ -39,7 +45,7 @@ _TASKS = (
 
 def main(argv: list[str]) -> int:
     """Run the bench; prints a table and, with --output-json, writes the figures."""
-    args = _parser().parse_args(argv)
+    args, given = parse_with_engine(parser(), argv)
     platform.setup()
     with_model = [method for method in args.methods if method in WITH_MODEL]
     if len(with_model) > 1:
@@ -54,11 +60,11 @@ def main(argv: list[str]) -> int:
     if settings["method"] in WITH_FOLDER:
         settings["model"] = args.draft_model
     core = EngineCore(
-        EngineConfig.of(
+        engine_config(
+            given,
             model=args.model,
             max_num_seqs=max(args.num_requests),
             max_model_len=args.max_model_len,
-            async_scheduling=not args.no_async_scheduling,
             speculative_config=settings,
             warmup="full",
         )
@@ -83,28 +89,31 @@ def main(argv: list[str]) -> int:
     finally:
         core.shutdown()
     if args.output_json:
-        Path(args.output_json).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        content = results.result(
+            "spec", vars(args) | given, machine.describe(), {"rows": rows}, ROW_KEYS
+        )
+        results.save(args.output_json, content)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxengine bench spec", description=__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"])
-    parser.add_argument("--draft-model", default=None, help="folder of the drafter with a model")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[3, 5], help="values of K")
-    parser.add_argument("--adaptive", action="store_true", help="measure an adaptive K too")
-    parser.add_argument("--num-requests", type=int, nargs="+", default=[1])
-    parser.add_argument("--output-len", type=int, default=96)
-    parser.add_argument("--lookup-min", type=int, default=2)
-    parser.add_argument("--lookup-max", type=int, default=4)
-    parser.add_argument("--prompts", default=None, help="file with one prompt a line")
-    parser.add_argument("--random", action="store_true", help="prompts of random tokens")
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--repeat", type=int, default=2, help="runs of each; the best counts")
-    parser.add_argument("--no-async-scheduling", action="store_true")
-    parser.add_argument("--output-json", default=None)
-    return parser
+def parser() -> argparse.ArgumentParser:
+    made = new_parser("spec", __doc__, engine=True)
+    add = made.add_argument
+    add("--model", default="demo", help="model folder, .gguf file, hub id or demo")
+    add("--methods", nargs="+", default=["ngram", "suffix"], help="ways to draft")
+    add("--draft-model", default=None, help="folder of the drafter with a model")
+    add("--drafts", type=not_negative, nargs="+", default=[3, 5], help="values of K")
+    add("--adaptive", action="store_true", help="measure an adaptive K too")
+    add("--num-requests", type=positive, nargs="+", default=[1], help="batch sizes")
+    add("--output-len", type=positive, default=96, help="tokens of an output")
+    add("--lookup-min", type=positive, default=2, help="shortest n-gram")
+    add("--lookup-max", type=positive, default=4, help="longest n-gram")
+    add("--prompts", default=None, help="file with one prompt a line")
+    add("--random", action="store_true", help="prompts of random tokens")
+    add("--max-model-len", type=positive, default=1024, help="most tokens of a sequence")
+    add("--repeat", type=positive, default=2, help="runs of each; the best counts")
+    add_output(made)
+    return made
 
 
 def _prompts(args: argparse.Namespace, core: EngineCore, count: int) -> list[list[int]]:
@@ -149,42 +158,23 @@ def run(
     """One batch, greedy, from an empty engine: figures and ids. The time is that of decoding,
     from the first token of the last request on; `cpu_ms_per_token` (all threads of the process)
     stays comparable on a machine that others use too."""
-    core.scheduler.reset_prefix_cache()
     before = dict(core.stats().extra)
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        core.add_request(
-            EngineRequest(
-                request_id=f"{i}", prompt_token_ids=prompt, params=params, arrival_time=0.0
-            )
-        )
-    ids: dict[str, list[int]] = {f"{i}": [] for i in range(len(prompts))}
-    started, cpu, at_start, steps = 0.0, 0.0, 0, 0
-    while core.has_work():
-        for output in core.step():
-            if output.error:
-                raise RuntimeError(output.error)
-            ids[output.request_id] += output.new_token_ids
-        if not started and all(ids.values()):
-            started, cpu = time.perf_counter(), time.process_time()
-            at_start, steps = sum(map(len, ids.values())), core.stats().num_steps
-    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-    tokens = sum(map(len, ids.values())) - at_start
+    done = run_batch(core, prompts, output_len)
     after = core.stats().extra
 
     def grew(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)
 
     drafted, accepted = grew("spec_num_draft_tokens"), grew("spec_num_accepted_tokens")
-    num_steps = core.stats().num_steps - steps
+    steps = max(1, done.decode_steps)
     return {
-        "tokens_per_s": tokens / seconds,
-        "ms_per_step": 1e3 * seconds / max(1, num_steps),
-        "cpu_ms_per_token": 1e3 * cpu / max(1, tokens),
+        "tokens_per_s": done.decode_tokens / done.decode_seconds,
+        "ms_per_step": 1e3 * done.decode_seconds / steps,
+        "cpu_ms_per_token": 1e3 * done.decode_cpu / max(1, done.decode_tokens),
         "acceptance": accepted / drafted if drafted else 0.0,
         "mean_length": 1 + accepted / grew("spec_num_drafts") if drafted else 1.0,
-        "draft_ms": 1e3 * grew("spec_draft_seconds") / max(1, num_steps),
-    }, list(ids.values())
+        "draft_ms": 1e3 * grew("spec_draft_seconds") / steps,
+    }, done.ids
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

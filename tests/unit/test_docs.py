@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import pathlib
 import re
 import shlex
@@ -13,6 +14,7 @@ import pytest
 from cyclopts import CycloptsError
 
 import jaxengine
+from jaxengine.bench.flags import engine_settings
 from jaxengine.cli import main as cli
 from jaxengine.cli.bench import BENCHES
 from jaxengine.cli.options import split_argv
@@ -207,10 +209,14 @@ def check_bench(words: list[str]) -> None:
         return
     name, *rest = words
     assert name in BENCHES, f"there is no bench {name}"
-    source = page(f"jaxengine/bench/{name}.py") if rest else ""
-    for word in rest:
-        if word.startswith("--") and word != "--help":
-            assert f'"{word.partition("=")[0]}"' in source, f"bench {name} has no flag {word}"
+    parser = importlib.import_module(f"jaxengine.bench.{name}").parser()
+    parser.print_help = parser.print_usage = lambda *_: None
+    try:
+        _, unknown = parser.parse_known_args([word for word in rest if word != "--help"])
+        engine_settings(unknown if parser.epilog else [])
+    except (SystemExit, ValueError) as error:
+        raise AssertionError(f"bench {shlex.join(words)}: {error}") from None
+    assert parser.epilog or not unknown, f"bench {name} has no flag {unknown[0]}"
 
 
 def check_command(words: list[str]) -> None:
@@ -238,7 +244,10 @@ def test_commands_parse(path: pathlib.Path) -> None:
         check_command(words)
 
 
-@pytest.mark.parametrize("words", [["serve", "--no-such-flag"], ["convert", "x"], ["bench", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [["serve", "--no-such-flag"], ["convert", "x"], ["bench", "x"], ["bench", "sched", "--x"]],
+)
 def test_wrong_commands_are_noticed(words: list[str]) -> None:
     with pytest.raises(AssertionError):
         check_command(words)

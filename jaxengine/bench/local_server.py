@@ -1,0 +1,38 @@
+"""`jaxengine serve` as a child process, for benches that measure one of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+_MARK = " at http://"  # of the line that serve prints when it is ready
+
+
+@contextlib.contextmanager
+def serving(
+    flags: Sequence[str], env: dict[str, str] | None = None
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address and process of a server that is ready; it is stopped afterwards.
+
+    Raises RuntimeError when it ends before it is ready.
+    """
+    command = [sys.executable, "-m", "jaxengine.cli.main", "serve", *flags, "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+    ) as process:
+        assert process.stdout is not None
+        try:
+            line = next((x for x in process.stdout if _MARK in x), None)
+            if line is None:
+                raise RuntimeError(f"jaxengine serve {' '.join(flags)} did not start")
+            yield "http://" + line.split(_MARK)[1].split(";")[0].strip(), process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()

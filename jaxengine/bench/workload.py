@@ -1,0 +1,101 @@
+"""The flags that say which requests arrive when, and the requests."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxengine.bench.datasets import BenchRequest, arrivals, load_trace, with_arrivals
+from jaxengine.bench.flags import above_zero, not_negative, positive
+from jaxengine.bench.prompts import (
+    custom_requests,
+    prefix_repetition,
+    random_requests,
+    sharegpt_requests,
+)
+
+DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "trace")
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """--dataset-name and what belongs to it, --num-prompts, --request-rate, --seed."""
+    add = parser.add_argument_group("data set").add_argument
+    add("--dataset-name", choices=DATASETS, default="random", help="where prompts are from")
+    add("--dataset-path", default=None, help="file of sharegpt, custom (JSON lines) or trace")
+    add("--num-prompts", type=positive, default=None, help="default: 100, of a trace all")
+    add("--seed", type=not_negative, default=0, help="of prompts and arrivals")
+    add("--random-input-len", type=positive, default=128, help="tokens")
+    add("--random-output-len", type=positive, default=64, help="tokens")
+    add("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share")
+    add("--random-prefix-len", type=not_negative, default=0, help="tokens that all share, before")
+    add("--prefix-repetition-prefix-len", type=positive, default=256, help="tokens")
+    add("--prefix-repetition-suffix-len", type=positive, default=256, help="tokens")
+    add("--prefix-repetition-num-prefixes", type=positive, default=10, help="different ones")
+    add("--prefix-repetition-output-len", type=positive, default=128, help="tokens")
+    add("--sharegpt-output-len", type=positive, default=None, help="default: of the answer")
+    add("--custom-output-len", type=positive, default=256, help="where a line has none")
+    add = parser.add_argument_group("arrivals").add_argument
+    add("--request-rate", type=above_zero, default=math.inf, help="a second; inf = all at once")
+    add("--burstiness", type=above_zero, default=1.0, help="1 = Poisson, below burstier (gamma)")
+    add("--trace-speed", type=above_zero, default=1.0, help="a trace so many times faster")
+
+
+def make_requests(
+    args: argparse.Namespace, count: Callable[[str], int] | None
+) -> list[BenchRequest]:
+    """The requests with their arrivals. `count` gives the tokens of a text; sharegpt and custom
+    need it. Raises ValueError naming the flag or file."""
+    name, num, seed = args.dataset_name, args.num_prompts or 100, args.seed
+    if name in ("sharegpt", "custom", "trace") and args.dataset_path is None:
+        raise ValueError(f"--dataset-name {name} needs --dataset-path")
+    if name == "trace":
+        requests = load_trace(args.dataset_path)[: args.num_prompts]
+        if not math.isinf(args.request_rate):
+            return with_arrivals(
+                [dataclasses.replace(r, session=None) for r in requests],
+                arrivals(len(requests), args.request_rate, args.burstiness, seed),
+            )
+        return with_arrivals(requests, [r.arrival / args.trace_speed for r in requests])
+    if name in ("sharegpt", "custom") and count is None:
+        raise ValueError(f"--dataset-name {name} needs --tokenizer, which counts its tokens")
+    if name == "random":
+        requests = random_requests(
+            num,
+            args.random_input_len,
+            args.random_output_len,
+            range_ratio=args.random_range_ratio,
+            prefix_len=args.random_prefix_len,
+            seed=seed,
+        )
+    elif name == "prefix_repetition":
+        requests = prefix_repetition(
+            num,
+            args.prefix_repetition_prefix_len,
+            args.prefix_repetition_suffix_len,
+            args.prefix_repetition_num_prefixes,
+            args.prefix_repetition_output_len,
+            seed=seed,
+        )
+    else:
+        assert count is not None
+        read = sharegpt_requests if name == "sharegpt" else custom_requests
+        output = args.sharegpt_output_len if name == "sharegpt" else args.custom_output_len
+        requests = read(args.dataset_path, num, count, output_len=output, seed=seed)
+    return with_arrivals(requests, arrivals(num, args.request_rate, args.burstiness, seed))
+
+
+def token_counter(name: str | None) -> Callable[[str], int] | None:
+    """Tokens of a text by a model's tokenizer; None without a name. Raises ValueError."""
+    if name is None:
+        return None
+    from jaxengine.frontend.tokenizer import load_tokenizer
+    from jaxengine.weights.resolve import ModelFiles, resolve_model
+
+    if name == "demo":
+        tokenizer = load_tokenizer(resolve_model(name))
+    else:
+        tokenizer = load_tokenizer(ModelFiles("hf", (Path(name),), name), name)
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
