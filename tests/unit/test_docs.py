@@ -209,6 +209,8 @@ def check_bench(words: list[str]) -> None:
         return
     name, *rest = words
     assert name in BENCHES, f"there is no bench {name}"
+    if not rest:  # a name in a sentence, not a call
+        return
     parser = importlib.import_module(f"jaxengine.bench.{name}").parser()
     parser.print_help = parser.print_usage = lambda *_: None
     try:
