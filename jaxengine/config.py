@@ -234,6 +234,12 @@ class ServerConfig:
     """No log line for each HTTP request."""
     metrics_compat: Literal["none", "vllm"] = "none"
     """vllm: export the metrics under vllm: too."""
+    kv_cache_metrics: bool = False
+    """Time how long KV blocks stay, idle and come to be used again (kv_block_* histograms)."""
+    kv_cache_metrics_sample: float = 0.01
+    """Share of the blocks that are timed, above 0 and at most 1."""
+    enable_mfu_metrics: bool = False
+    """Estimate FLOPs and bytes of every step (estimated_*_per_gpu_total)."""
     enable_auto_tool_choice: bool = False
     """Find the model's own calls of tools in its answers (tool_choice "auto"), as
     tool_call_parser reads them."""

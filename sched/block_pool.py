@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from jaxengine.sched.kv_events import AllBlocksCleared, BlockRemoved, KVEvent
+from jaxengine.sched.residency import Residency
 
 HashKey = tuple[int, bytes]  # KV group, block hash
 
@@ -17,7 +18,9 @@ class BlockPool:
     until it is taken again, so it can still be hit. The head of the free queue is taken first.
     """
 
-    def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, *, record_events: bool = False, residency_share: float = 0.0
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -28,6 +31,7 @@ class BlockPool:
         self._cached: dict[HashKey, int | list[int]] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.events: list[KVEvent] | None = [] if record_events else None
+        self.residency = Residency(residency_share) if residency_share else None
 
     @property
     def num_free(self) -> int:
@@ -38,6 +42,8 @@ class BlockPool:
         free, ref, hash_of = self._free, self.ref, self.hash_of
         blocks = [free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
+            if self.residency is not None:
+                self.residency.given(block, evicted=hash_of[block] is not None)
             if hash_of[block] is not None:
                 self.unregister(block)
             ref[block] = 1
@@ -45,6 +51,9 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Add an owner to each block; free ones leave the free queue and keep their contents."""
+        blocks = list(blocks)
+        if self.residency is not None:
+            self.residency.used(blocks)
         for block in blocks:
             if self.ref[block] == 0:
                 del self._free[block]

@@ -35,3 +35,4 @@ class PlannerConfig:
     # Pipeline stages: running requests form so many cohorts, which are planned in turn, so that
     # each stage has a step to work on while the others have theirs.
     num_cohorts: int = 1
+    residency_share: float = 0.0  # of blocks whose stay is timed (`sched.residency`); 0 = none

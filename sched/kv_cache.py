@@ -39,7 +39,9 @@ class KVCache:
     def __init__(self, config: PlannerConfig, table: SlotTable, *, record_events: bool) -> None:
         self.config = config
         self.table = table
-        self.pool = BlockPool(config.num_blocks, record_events=record_events)
+        self.pool = BlockPool(
+            config.num_blocks, record_events=record_events, residency_share=config.residency_share
+        )
         self.windows = [group.window for group in config.groups]
         self.has_windows = any(self.windows)
         width = ceil_div(config.max_model_len, config.block_size)

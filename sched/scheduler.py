@@ -303,6 +303,11 @@ class Scheduler:
         """Prefix-cache events since the last call (none unless record_events)."""
         return self.state.kv.pool.take_events()
 
+    def take_residency(self) -> dict[str, list[float]]:
+        """Seconds that sampled blocks stayed, by kind, since the last call; see `residency`."""
+        residency = self.state.kv.pool.residency
+        return {} if residency is None else residency.take()
+
     def check_integrity(self) -> None:
         """Raises AssertionError that names what is broken."""
         check_integrity(self.state, self.num_in_flight_steps)
@@ -319,5 +324,7 @@ def _validate(config: PlannerConfig) -> None:
         )
     if not 0 <= config.watermark < 1:
         raise ValueError(f"watermark must be in [0, 1), got {config.watermark}")
+    if not 0 <= config.residency_share <= 1:
+        raise ValueError(f"residency_share must be in [0, 1], got {config.residency_share}")
     if not config.groups:
         raise ValueError("groups must name at least one KV group")

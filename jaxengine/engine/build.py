@@ -340,7 +340,15 @@ def plan_sizes(
         async_scheduling=sched.async_scheduling,
         num_cohorts=stages if sched.async_scheduling else 1,
         watermark=sched.watermark,
+        residency_share=_residency_share(config),
     )
+
+
+def _residency_share(config: EngineConfig) -> float:
+    share = config.server.kv_cache_metrics_sample
+    if not 0 < share <= 1:
+        raise ValueError(f"kv_cache_metrics_sample must be above 0 and at most 1, got {share}")
+    return share if config.server.kv_cache_metrics else 0.0
 
 
 def _wait_with_progress(programs: Programs) -> None:

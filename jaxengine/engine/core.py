@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ from jaxengine.executor.base import Batch, Executor, Verifier
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_build import WorkerBuilt, build_worker
 from jaxengine.executor.worker_process import PeerFailed, WorkerDied
+from jaxengine.metrics.work import WorkModel, work_model
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
@@ -122,7 +123,7 @@ class EngineCore:
         self._grammars = Grammars(config, built.spec.vocab_size)
         self._sleep_level = 0
         self._last_done = 0.0  # when the last result came
-        self._profiler, self._figures = Profiler(config), StepFigures()
+        self._profiler, self._figures = Profiler(config), StepFigures(_work_model(config, built))
         self._outputs: list[EngineOutput] = []  # made outside of steps
         self._prompt_logprobs, self._pooled = PromptLogprobs(), Pooled()
         self._stats = EngineStats(
@@ -316,7 +317,7 @@ class EngineCore:
         if step.batch.masked and not any(plan.pending_grammar for plan in live):
             self._sample(step)
         if live:
-            self._figures.submitted(step.batch.bucket)
+            self._figures.submitted(step.batch.bucket, live)
             self._stats.num_steps += 1
             self._stats.step_tokens += sum(plan.num_tokens for plan in live)
 
@@ -407,6 +408,7 @@ class EngineCore:
             finish_reason=update.finish_reason,
             stop_reason=update.stop_reason,
             num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
         )
         if wire.params.prompt_logprobs is not None and update.first == 0:
             output.prompt_logprobs = self._prompt_logprobs.take(request)
@@ -415,6 +417,7 @@ class EngineCore:
         elif update.finish_reason is not None:
             self._pooled.drop(request.request_id)
         if update.first == 0:
+            output.num_external_tokens = request.num_external_tokens
             output.times = (request.queued_time, request.first_scheduled_time)
         if update.finish_reason == "error":
             self._stats.nan_rows += 1
@@ -536,6 +539,11 @@ class EngineCore:
         if self._lockstep is not None:
             stats.extra |= self._lockstep.figures()
         stats.extra |= self._figures.figures(self._sleep_level)
+        loading = sum(len(shard.state.loading) for shard in self._shards)
+        stats.extra["waiting_deferred"] = float(self._grammars.num_waiting + loading)
+        if self._transfers.is_open:
+            stats.extra["kv_fetch_in_progress"] = float(loading)
+        stats.block_seconds = _joined([shard.take_residency() for shard in self._shards])
         return stats
 
     def utility(self, method: str, args: list[Any]) -> Any:
@@ -620,6 +628,10 @@ class EngineCore:
         self._transfers.close()  # after the device, which writes into its memory
 
 
+def _joined(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    return {name: [x for part in parts for x in part[name]] for name in parts[0]}
+
+
 def _build(config: EngineConfig) -> Built | WorkerBuilt:
     if config.fault.enable_fault_tolerance or member_of(config) is not None:
         return build_worker(config)
@@ -628,6 +640,17 @@ def _build(config: EngineConfig) -> Built | WorkerBuilt:
     from jaxengine.engine.build import build
 
     return build(config)
+
+
+def _work_model(config: EngineConfig, built: Built | WorkerBuilt) -> WorkModel | None:
+    """For the estimates of `enable_mfu_metrics`; None without it."""
+    if not config.server.enable_mfu_metrics:
+        return None
+    number = 4.0 if config.model.dtype == "float32" else 2.0
+    weights = 1.0 if config.model.quantization == "int8" else number
+    parallel = config.parallel
+    devices = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * built.num_shards
+    return work_model(built.spec, weights, number).shared_by(devices)
 
 
 def _as_death(error: Exception) -> WorkerDied:

@@ -42,6 +42,11 @@ class Grammars:
         """The request waits for its grammar."""
         self._waiting.append(request)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammar is being compiled."""
+        return len(self._waiting)
+
     def failed(self) -> list[tuple[Request, str]]:
         """Requests whose grammar did not compile, each once, with the reason."""
         if not self._waiting:

@@ -49,6 +49,8 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str | None = None
     # monotonic seconds of the engine process: queued, first scheduled
     times: tuple[float, float] | None = None
+    num_preemptions: int = 0  # of the sequence so far
+    num_external_tokens: int = 0  # of num_cached_tokens, from a tier behind the device
     embedding: bytes | None = None  # float32, as pooled; not normalised
 
 
@@ -71,6 +73,8 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     pipeline_depth: int = 1
     num_blocks: int = 0
     extra: dict[str, float] = {}
+    # seconds that sampled KV blocks stayed, by kind; those since the last snapshot
+    block_seconds: dict[str, list[float]] = {}
 
 
 class EngineOutputs(msgspec.Struct, omit_defaults=True):

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
+from jaxengine.metrics.work import WorkModel
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepPlan
 
 
 class StepFigures:
-    """One engine's counts since its start."""
+    """One engine's counts since its start. With a `work` model, estimates of FLOPs and bytes
+    too."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: WorkModel | None = None) -> None:
+        self._work = work
+        self._flops = self._read = self._written = 0.0
         self._buckets: Counter[Bucket] = Counter()
         self._wasted = 0
 
-    def submitted(self, bucket: Bucket) -> None:
-        """A step was sent to the device in this shape."""
+    def submitted(self, bucket: Bucket, plans: Sequence[StepPlan] = ()) -> None:
+        """A step of these plans was sent to the device in this shape."""
         self._buckets[bucket] += 1
+        if self._work is not None:
+            for plan in plans:
+                work = self._work.step(plan.start, plan.num_new, int(plan.samples.sum()))
+                self._flops += work.flops
+                self._read += work.read_bytes
+                self._written += work.write_bytes
 
     def reconciled(self, plan: StepPlan, num_updates: int) -> None:
         """A step's result came in, and brought so many sequences news. Rows that sampled for none
@@ -27,6 +38,10 @@ class StepFigures:
     def figures(self, sleep_level: int = 0) -> dict[str, float]:
         """For `EngineStats.extra`."""
         found = {"async_wasted_rows": float(self._wasted), "sleep_level": float(sleep_level)}
+        if self._work is not None:
+            found["estimated_flops"] = self._flops
+            found["estimated_read_bytes"] = self._read
+            found["estimated_write_bytes"] = self._written
         for bucket, count in self._buckets.items():
             name = f"bucket_{_kind(bucket)}_{bucket.tokens}_{bucket.rows}"
             found[name] = found.get(name, 0.0) + count

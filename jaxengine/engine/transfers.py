@@ -92,6 +92,11 @@ class Transfers:
         """Something is still on its way; keep polling."""
         return any(offload.connector.has_pending() for offload in self._offloads)
 
+    @property
+    def is_open(self) -> bool:
+        """There is a tier behind the device."""
+        return bool(self._offloads)
+
     def stats(self) -> dict[str, float]:
         """Figures of all shards together."""
         total: dict[str, float] = {}

@@ -31,6 +31,18 @@ _SPEC = {
         "kv_offload_allocation_failure",
         "Stores for which host memory had no room.",
     ),
+    "estimated_flops": (
+        "estimated_flops_per_gpu",
+        "Estimated FLOPs of all steps, on one device.",
+    ),
+    "estimated_read_bytes": (
+        "estimated_read_bytes_per_gpu",
+        "Estimated bytes of weights and KV read in all steps, on one device.",
+    ),
+    "estimated_write_bytes": (
+        "estimated_write_bytes_per_gpu",
+        "Estimated bytes of KV written in all steps, on one device.",
+    ),
     "dp_waves": ("dp_waves", "Times that the coupled ranks began to work."),
     "dp_dummy_steps": ("dp_dummy_steps", "Steps without tokens, for the other ranks' sake."),
     "async_wasted_rows": (
@@ -73,6 +85,10 @@ def place_figure(name: str) -> Figure:
             "reason": "" if ran else name.removeprefix("dbo_off_"),
         }
         return Figure("dbo_steps", "counter", "Steps as two microbatches, or why not.", labels)
+    if name == "kv_fetch_in_progress":
+        text = "Requests whose KV is being fetched from a tier behind the device."
+        labels = {"stage": "in_progress"}
+        return Figure("num_requests_kv_fetch_by_stage", "gauge", text, labels)
     if name == "kv_offload_host_usage":
         text = "Share of the host tier's blocks in use, 0 to 1."
         return Figure("cpu_cache_usage_perc", "gauge", text)

@@ -87,6 +87,7 @@ class _Record:
     last: float = 0.0
     num_tokens: int = 0
     num_cached: int = 0
+    num_preemptions: int = 0
     queued: float = 0.0  # seconds, of the engine's clock
 
 
@@ -161,6 +162,7 @@ class Metrics:
             record = self._records.get(output.request_id)
             if record is None:
                 continue
+            record.num_preemptions = output.num_preemptions
             if output.times is not None:
                 record.queued = max(0.0, output.times[1] - output.times[0])
             count = len(output.new_token_ids)
@@ -174,7 +176,9 @@ class Metrics:
                 self.totals.prompt_tokens += record.num_prompt
                 record.num_cached = min(output.num_cached_tokens, record.num_prompt)
                 series.cached_tokens.inc(record.num_cached)
-                series.by_source["local_cache_hit"].inc(record.num_cached)
+                external = min(output.num_external_tokens, record.num_cached)
+                series.by_source["external_kv_transfer"].inc(external)
+                series.by_source["local_cache_hit"].inc(record.num_cached - external)
                 series.by_source["local_compute"].inc(record.num_prompt - record.num_cached)
             else:
                 series.itl.observe(now - record.last)
@@ -205,6 +209,7 @@ class Metrics:
             series.params_max.observe(record.max_tokens)
         if record.num_tokens == 0:
             return
+        series.preemptions.observe(record.num_preemptions)
         series.computed.observe(record.num_prompt - record.num_cached)
         decode = record.last - record.first
         prefill = max(0.0, record.first - record.arrival - record.queued)
@@ -236,5 +241,6 @@ class Metrics:
 
 
 def with_vllm_names(text: bytes) -> bytes:
-    """Every family a second time under vllm:."""
-    return text + re.sub(rb"(?m)^(# (?:HELP|TYPE) )?jaxengine:", rb"\1vllm:", text)
+    """Every family a second time under vllm:, those of HTTP without a prefix, as vLLM has them."""
+    named = re.sub(rb"(?m)^(# (?:HELP|TYPE) )?jaxengine:(?!http_)", rb"\1vllm:", text)
+    return text + re.sub(rb"(?m)^(# (?:HELP|TYPE) )?jaxengine:http_", rb"\1http_", named)

@@ -18,6 +18,16 @@ _TTFT = (
 )  # fmt: skip
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 40, 80)
 _COUNTS = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+_STAYS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600,
+    1200, 1800,
+)  # fmt: skip
+_STAY_TEXTS = {
+    "lifetime": "From being given out to being evicted, of sampled KV blocks.",
+    "idle_before_evict": "From the last use to being evicted, of sampled KV blocks.",
+    "reuse_gap": "Between uses, of sampled KV blocks.",
+}
 _STEPS = tuple(2**i for i in range(15))
 _DRAFTS = tuple(range(17))
 _LOOKUPS, _HITS = "kv_offload_external_queries", "kv_offload_external_hits"
@@ -97,7 +107,7 @@ class Series:
                 "Prompt tokens computed here, or taken from a cache of any tier.",
                 source=source,
             )
-            for source in ("local_compute", "local_cache_hit")
+            for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
         }
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.rejections = counter("admission_rejections", "Requests refused because of overload.")
@@ -129,6 +139,9 @@ class Series:
         )
         self.computed = histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", lengths
+        )
+        self.preemptions = histogram(
+            "request_num_preemptions", "Preemptions of a sequence.", _PREEMPTIONS
         )
         self.params_n = histogram("request_params_n", "n of requests.", _COUNTS)
         self.params_max = histogram("request_params_max_tokens", "max_tokens.", lengths)
@@ -178,6 +191,10 @@ class Series:
         for name, value in stats.extra.items():
             if name not in _OWN:
                 self._take_figure(name, value, last.extra.get(name, 0.0))
+        for kind, seconds in stats.block_seconds.items():
+            family = self._histogram(f"kv_block_{kind}_seconds", _STAY_TEXTS[kind], _STAYS)
+            for value in seconds:
+                family.observe(value)
         self.last_message.set(time.time())
         self.last_stats = stats
 

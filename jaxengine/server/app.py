@@ -20,6 +20,7 @@ from jaxengine.server import (
     openai_responses,
     openapi,
 )
+from jaxengine.server.http_metrics import Observer
 from jaxengine.server.middleware import Gate, needs_key
 from jaxengine.server.state import ServerState
 
@@ -55,4 +56,5 @@ def build_app(engine: AsyncLLM | None, config: EngineConfig) -> FastAPI:
             allow_credentials=config.server.allow_credentials,
             expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(Observer)
     return app

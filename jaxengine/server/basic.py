@@ -85,7 +85,7 @@ async def metrics(request: Request) -> Response:
     if state.figures is not None and state.engine.is_running:
         text = (await state.figures()).text
     else:
-        text = state.engine.metrics.render()
+        text = state.engine.metrics.render() + state.http.render()
     if state.config.server.metrics_compat == "vllm":
         text = with_vllm_names(text)
     return Response(text, media_type=CONTENT_TYPE)

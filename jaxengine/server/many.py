@@ -30,6 +30,7 @@ from jaxengine.metrics.merge import merge_texts
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.metrics.status import log_status
 from jaxengine.server import sockets
+from jaxengine.server.http_metrics import HttpMetrics
 from jaxengine.server.run import (
     CLOSE_GRACE,
     DEATH_GRACE,
@@ -79,10 +80,11 @@ async def _answer(launch: ApiLaunch) -> int:
     )
     config = replace(launch.config, scheduler=scheduler)
     made: list[RemoteGroup] = []
+    http = HttpMetrics()
 
     def group(engine: AsyncLLM) -> RemoteGroup:
         def report() -> Report:
-            return Report(engine.metrics.render(), engine.num_requests)
+            return Report(engine.metrics.render() + http.render(), engine.num_requests)
 
         made.append(
             RemoteGroup(config, engine.metrics.health, launch.address, launch.index, report)
@@ -94,7 +96,7 @@ async def _answer(launch: ApiLaunch) -> int:
     async def serving() -> None:
         await made[0].call(SERVING)
 
-    state = ServerState(launch.config, figures=made[0].figures, serving=serving)
+    state = ServerState(launch.config, http=http, figures=made[0].figures, serving=serving)
     return await answer(config, launch.listener, engine, None, state)
 
 

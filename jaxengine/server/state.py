@@ -12,6 +12,7 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM, Placement, served_name
 from jaxengine.engine.hub.messages import Figures
 from jaxengine.server.errors import ApiError
+from jaxengine.server.http_metrics import HttpMetrics
 
 
 @dataclass
@@ -19,6 +20,7 @@ class ServerState:
     config: EngineConfig
     engine: AsyncLLM | None = None
     draining: bool = False
+    http: HttpMetrics = field(default_factory=HttpMetrics)
     num_active: int = 0  # generation requests being answered
     started: int = field(default_factory=lambda: int(time.time()))
     # with several API processes: the figures of all, and what to do when requests are taken

@@ -145,7 +145,8 @@ async def test_200_streams_for_a_minute(up: Server) -> None:
 
 
 async def test_100_of_200_clients_go_at_once(up: Server) -> None:
-    """Their blocks are back within a second (and three steps); the other 100 miss nothing."""
+    """Their blocks are back within a second, however long a step takes; the other 100 miss
+    nothing."""
     aborted = metric(up.url, "request_success_total", finished_reason="abort")
     info = call(up.url, "/server_info")[1]["engine"]
     blocks, size = info["num_blocks"], info["block_size"]
@@ -167,7 +168,6 @@ async def test_100_of_200_clients_go_at_once(up: Server) -> None:
         staying = [asyncio.create_task(_stream(session, C, body)) for body in bodies]
         steps = metric(up.url, "engine_steps_total")
         await asyncio.sleep(3)
-        # an abort takes effect between steps, and two are in flight; a busy machine has long ones
         step = 3 / max(1, metric(up.url, "engine_steps_total") - steps)
         before = used()
         began = time.monotonic()
@@ -182,7 +182,7 @@ async def test_100_of_200_clients_go_at_once(up: Server) -> None:
                 and metric(up.url, "num_requests_running") + metric(up.url, "num_requests_waiting")
                 <= CLIENTS // 2
             ),
-            1 + 3 * step,
+            1,
         )
         spent = time.monotonic() - began
         counts = await asyncio.gather(*staying)

@@ -72,6 +72,7 @@ def up(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterat
     flags += ["--num-gpu-blocks-override", "24", "--warmup", "lazy", "--served-model-name", "tiny"]
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     flags += ["--speculative-config", json.dumps(drafts), "--kv-offloading-size", "0.01"]
+    flags += ["--kv-cache-metrics", "--kv-cache-metrics-sample", "1", "--enable-mfu-metrics"]
     flags += ["--metrics-compat", "vllm", "--otlp-traces-endpoint", collector.url]
     with running(model, *flags, core=DEFAULT_CORE) as server:
         body = {"prompt": "again and again and again", "max_tokens": 40, "temperature": 0}
@@ -132,10 +133,40 @@ def test_names_that_users_of_vllm_know(up: Server) -> None:
         request_params_n_bucket request_params_max_tokens_bucket iteration_tokens_total_bucket
         request_prefill_kv_computed_tokens_bucket spec_decode_num_drafts_total
         spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
-        spec_decode_num_accepted_tokens_per_pos_total""".split():
+        spec_decode_num_accepted_tokens_per_pos_total request_num_preemptions_bucket
+        kv_block_lifetime_seconds_bucket kv_block_idle_before_evict_seconds_bucket
+        kv_block_reuse_gap_seconds_bucket estimated_flops_per_gpu_total
+        estimated_read_bytes_per_gpu_total estimated_write_bytes_per_gpu_total
+        num_requests_kv_fetch_by_stage""".split():
         assert f"vllm:{name}" in exposed and f"jaxengine:{name}" in exposed, name
     for name in ("pipeline_depth", "compilations_total", "host_microseconds_per_step"):
         assert metric(up.url, name) > 0, name
+
+
+def test_http_requests_are_counted(up: Server) -> None:
+    """By route, not by path; under the names that dashboards for FastAPI know too."""
+    assert call(up.url, "/v1/responses/resp_1")[0] == 404
+    before = metric(up.url, "http_requests_total", handler="/v1/responses/{response_id}")
+    assert call(up.url, "/v1/responses/resp_2")[0] == 404
+    assert call(up.url, "/no/such/path")[0] == 404
+    after = metric(up.url, "http_requests_total", handler="/v1/responses/{response_id}")
+    assert after == before + 1
+    assert metric(up.url, "http_requests_total", handler="none", status="4xx") >= 1
+    assert metric(up.url, "http_requests_total", handler=C, method="POST", status="2xx") >= 1
+    assert metric(up.url, "http_response_size_bytes_sum", handler=C) > 100
+    assert metric(up.url, "http_request_size_bytes_sum", handler=C) > 10
+    exposed = _exposed(up)
+    for name in ("requests_total", "request_duration_seconds_bucket", "response_size_bytes_sum"):
+        assert f"http_{name}" in exposed and f"vllm:http_{name}" not in exposed, name
+    text = call(up.url, "/metrics")[1]
+    assert 'handler="/metrics"' not in text and "no/such" not in text
+
+
+def test_estimates_grow_with_the_work(up: Server) -> None:
+    before = metric(up.url, "estimated_flops_per_gpu_total")
+    assert before > 0
+    call(up.url, C, {"prompt": "some more of it", "max_tokens": 20, "ignore_eos": True})
+    eventually(lambda: metric(up.url, "estimated_flops_per_gpu_total") > before)
 
 
 def test_a_span_reaches_the_collector(up: Server, collector: Collector) -> None:

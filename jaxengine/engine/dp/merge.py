@@ -32,7 +32,7 @@ def merge_stats(parts: Collection[EngineStats]) -> EngineStats:
         return parts[0]
     values: dict[str, Any] = {}
     for name in EngineStats.__struct_fields__:
-        if name != "extra":
+        if name not in ("extra", "block_seconds"):
             values[name] = sum(getattr(p, name) for p in parts)
     blocks = values["num_blocks"]
     values["kv_usage"] = sum(p.kv_usage * p.num_blocks for p in parts) / blocks if blocks else 0.0

@@ -12,10 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxengine.engine.messages import EngineOutput, EngineRequest, EngineStats
 from jaxengine.metrics import tracing
 from jaxengine.metrics.figures import place_figure
+from jaxengine.metrics.merge import merge_texts
 from jaxengine.metrics.prometheus import Metrics, Totals, with_vllm_names
 from jaxengine.metrics.status import status_line
 from jaxengine.metrics.tracing import TRACE_HEADERS, Tracer, check_tracing, traces_url
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.server.http_metrics import HttpMetrics
 
 
 def _requests(n: int, prompt: int = 10) -> list[EngineRequest]:
@@ -67,6 +69,60 @@ def test_a_request_of_two() -> None:
     assert found["jaxengine:request_max_num_generation_tokens_count", ()] == 1
     assert found["jaxengine:generation_tokens_total", ()] == 5
     assert found["jaxengine:request_queue_time_seconds_sum", ()] == pytest.approx(0.5)
+
+
+def test_preemptions_and_where_tokens_came_from() -> None:
+    metrics = Metrics("m", 1000)
+    [request] = _requests(1)
+    metrics.added([request], time.monotonic(), [0])
+    first = EngineOutput(request.request_id, [5], num_cached_tokens=8, num_external_tokens=6)
+    metrics.outputs([first], time.monotonic())
+    metrics.outputs([EngineOutput(request.request_id, [6], num_preemptions=2)], time.monotonic())
+    metrics.finished(request.request_id, "stop")
+    found = _samples(metrics)
+    assert found["jaxengine:request_num_preemptions_sum", ()] == 2
+    assert found["jaxengine:request_num_preemptions_count", ()] == 1
+    assert found["jaxengine:prompt_tokens_by_source_total", ("external_kv_transfer",)] == 6
+    assert found["jaxengine:prompt_tokens_by_source_total", ("local_cache_hit",)] == 2
+    assert found["jaxengine:prompt_tokens_by_source_total", ("local_compute",)] == 2
+
+
+def test_block_seconds_are_observed_once_each() -> None:
+    metrics = Metrics("m", 1000)
+    assert ("jaxengine:kv_block_lifetime_seconds_count", ()) not in _samples(metrics)
+    metrics.stats(EngineStats(block_seconds={"lifetime": [0.5, 4.0], "reuse_gap": []}))
+    metrics.stats(EngineStats(block_seconds={"lifetime": [1.5], "reuse_gap": [0.25]}))
+    found = _samples(metrics)
+    assert found["jaxengine:kv_block_lifetime_seconds_sum", ()] == 6
+    assert found["jaxengine:kv_block_lifetime_seconds_bucket", ("2.0",)] == 2
+    assert found["jaxengine:kv_block_reuse_gap_seconds_count", ()] == 1
+
+
+def test_texts_of_several_processes() -> None:
+    """Families of HTTP are in the processes' texts only; their samples add up."""
+    engines, parts = Metrics("m", 1000), []
+    for count in (1, 2):
+        http, metrics = HttpMetrics(), Metrics("m", 1000)
+        for _ in range(count):
+            http.observe("/v1/completions", "POST", 200, 0.2, 10, 100)
+            _run(metrics)
+        parts.append(metrics.render() + http.render())
+    http.observe("/ping", "GET", 0, 0.2, 10, 0)
+    parts.append(engines.render() + http.render())
+    merged = merge_texts(engines.render(), parts)
+    found = {
+        (sample.name, sample.labels.get("handler")): sample.value
+        for family in text_string_to_metric_families(merged.decode())
+        for sample in family.samples
+    }
+    assert found["jaxengine:http_requests_total", "/v1/completions"] == 5
+    assert found["jaxengine:http_requests_total", "/ping"] == 1
+    assert found["jaxengine:http_response_size_bytes_sum", "/v1/completions"] == 500
+    assert found["jaxengine:http_request_duration_highr_seconds_count", None] == 6
+    assert found["jaxengine:generation_tokens_total", None] == 15
+    lines = merged.decode().splitlines()
+    assert len([x for x in lines if x.startswith("# TYPE jaxengine:http_")]) == 5
+    assert len(lines) == len(set(lines))
 
 
 def test_figures_become_families() -> None:
