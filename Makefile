@@ -3,6 +3,7 @@
 #   make serve      serve the demo model on port 8000 (ARGS="--port 9000" adds flags)
 #   make test       the test suite; make test-full adds the slow tests
 #   make test-aot   the GPU kernels, compiled for an H200 by JAX's CUDA plugin (0.5 GB), no GPU needed
+#   make notebooks  every notebook of notebooks/, from top to bottom
 #   make lint       ruff, mypy, import contracts
 
 VENV ?= .venv
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 # Two workers; a file stays on one of them, so that its engines are built once.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: demo serve test test-full test-aot test-aot-full lint clean
+.PHONY: demo serve test test-full test-aot test-aot-full notebooks lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-stamp
@@ -29,7 +30,7 @@ test: $(VENV)/.dev-stamp
 	$(PYTEST) $(ARGS)
 
 test-full: $(VENV)/.dev-stamp
-	$(PYTEST) -m "not aot" $(ARGS)
+	$(PYTEST) -m "not aot and not notebook" $(ARGS)
 
 test-aot: $(VENV)/.dev-stamp
 	sh scripts/install_aot.sh $(VENV)
@@ -38,6 +39,10 @@ test-aot: $(VENV)/.dev-stamp
 test-aot-full: $(VENV)/.dev-stamp
 	sh scripts/install_aot.sh $(VENV)
 	$(PYTEST) -s -m aot tests/kernels $(ARGS)
+
+# One after the other: they measure, and what one compiled the next finds.
+notebooks: $(VENV)/.dev-stamp
+	$(BIN)/python -m pytest -q -m notebook --durations=0 tests/notebooks $(ARGS)
 
 lint: $(VENV)/.dev-stamp
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from jaxengine.models.params import param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec, Params, for_context
 from jaxengine.offload.layout import KVLayout
 from jaxengine.parallel import expert_load
-from jaxengine.parallel.mesh import make_stages
+from jaxengine.parallel.mesh import Devices, make_stages
 from jaxengine.runner.buckets import Overlap, all_buckets, in_halves, row_buckets
 from jaxengine.runner.choice import choose_attention
 from jaxengine.runner.forward import StepConfig
@@ -190,10 +191,13 @@ def build(config: EngineConfig) -> Built:
     if config.parallel.nnodes > 1:
         executor = InlineExecutor(over_processes(runner, config, devices), sizes, overlap)
     loaded_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+    kv_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kv))
     info = {
         "model": files.name,
         "dtype": dtype,
+        "device": _device_name(stages),
         "weights MiB": f"{loaded_bytes / 2**20:.0f}",
+        "KV MiB": f"{kv_bytes / 2**20:.0f}",
         "KV blocks": f"{planner.num_blocks} of {planner.block_size} tokens",
         "KV tokens": str(planner.num_blocks * planner.block_size),
         "programs": f"{len(buckets)} buckets, warm-up {warmup}; {counts}",
@@ -218,6 +222,13 @@ def build(config: EngineConfig) -> Built:
         runner,
         overlap,
     )
+
+
+def _device_name(stages: Sequence[Devices]) -> str:
+    """Of people's interest: "cpu", "8 x NVIDIA H200"."""
+    count = sum(1 if stage.mesh is None else stage.mesh.size for stage in stages)
+    kind = jax.devices()[0].device_kind
+    return kind if count == 1 else f"{count} x {kind}"
 
 
 def _kv_layout(

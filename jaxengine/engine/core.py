@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxengine import platform
 from jaxengine.config import EngineConfig
 from jaxengine.engine.dp.coupling import member_of
@@ -51,6 +53,7 @@ from jaxengine.executor.worker_build import WorkerBuilt, build_worker
 from jaxengine.executor.worker_process import PeerFailed, WorkerDied
 from jaxengine.metrics.work import WorkModel, work_model
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.block_map import SHARED, block_states
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
@@ -550,6 +553,7 @@ class EngineCore:
         """A named call from a client. Raises ValueError for an unknown name."""
         calls: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self._reset_prefix_cache,
+            "kv_blocks": self._kv_blocks,
             "check_integrity": self.scheduler.check_integrity,
             "pause": self._pause,
             "resume": self._resume,
@@ -565,6 +569,13 @@ class EngineCore:
             raise ValueError(f"unknown call {method!r}")
         with self._books:
             return calls[method](*args)
+
+    def _kv_blocks(self) -> dict[str, int]:
+        """How many KV blocks there are, are used by requests, and are free but can be hit."""
+        pools = [block_states(shard.state.kv.pool) for shard in self._shards]
+        counts = sum(np.bincount(states, minlength=SHARED + 1) for states in pools)
+        _, cached, owned, shared = np.asarray(counts).tolist()
+        return {"total": sum(map(len, pools)), "used": owned + shared, "cached": cached}
 
     def _reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget cached prefixes; with `reset_running` running requests start over for it."""

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
+from jaxengine.frontend.display import llm_html
 from jaxengine.frontend.output_processor import OutputProcessor
 from jaxengine.frontend.outputs import EmbeddingOutput, RequestOutput
 from jaxengine.frontend.pooling import (
@@ -218,6 +219,14 @@ class LLM:
     def get_metrics(self) -> dict[str, Any]:
         """The engine's gauges and counters (fields of EngineStats)."""
         return msgspec.structs.asdict(self._core.stats())
+
+    def _repr_html_(self) -> str:
+        """The engine as Jupyter shows it."""
+        try:
+            blocks = self._core.utility("kv_blocks", [])
+        except ValueError:  # a core of another make
+            blocks = {}
+        return llm_html(self._core.ready(), self._core.stats(), blocks, closed=self._closed)
 
     def close(self) -> None:
         """Free the device. May be called again."""

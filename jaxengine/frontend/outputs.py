@@ -76,6 +76,12 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int = 0
 
+    def _repr_html_(self) -> str:
+        """The output as Jupyter shows it."""
+        from jaxengine.frontend.display import output_html
+
+        return output_html(self)
+
     @property
     def error(self) -> str | None:
         """The text of the first completion that ended with an error."""

@@ -316,20 +316,17 @@ def write_losses(folder: Path, losses: list[float]) -> list[Path]:
     rows = "\n".join(f"{step},{loss:.6f}" for step, loss in enumerate(losses, 1))
     table.write_text(f"step,loss\n{rows}\n", encoding="utf-8")
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return [table]
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     window = max(1, len(losses) // 50)
     smooth = np.convolve(losses, np.ones(window) / window, "valid")
-    figure, axes = pyplot.subplots()
+    figure = Figure()  # not pyplot's: a notebook has a backend of its own
+    axes = figure.subplots()
     axes.plot(range(1, len(losses) + 1), losses, alpha=0.3)
     axes.plot(range(window, len(losses) + 1), smooth)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     picture = folder / "losses.png"
     figure.savefig(picture, dpi=120)
-    pyplot.close(figure)
     return [table, picture]
