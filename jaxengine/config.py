@@ -12,6 +12,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxengine.vllm_names import keyword_problem, without_unneeded
+
 log = logging.getLogger(__name__)
 
 ToolCallParser = Literal[
@@ -273,13 +275,17 @@ class EngineConfig:
 
     @staticmethod
     def of(**flat: Any) -> EngineConfig:
-        """Build from flat keywords. Raises TypeError for an unknown name."""
+        """Build from flat keywords. Raises TypeError for an unknown name, with the reason if vLLM
+        has it; of vLLM's those that are not needed are left out, with a line on the log."""
+        flat = without_unneeded(flat)
         parts: dict[str, Any] = {}
         for name, kind in PARTS.items():
             names = {f.name for f in dataclasses.fields(kind)}
             parts[name] = kind(**{k: flat.pop(k) for k in list(flat) if k in names})
         if flat:
-            raise TypeError(f"unknown setting {sorted(flat)[0]!r}")
+            name = sorted(flat)[0]
+            why = keyword_problem(name)
+            raise TypeError(f"unknown setting {name!r}" + (f": {why}" if why else ""))
         return EngineConfig(**parts)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_type_hints
 
 import cyclopts
+import yaml
 from cyclopts import Group, Parameter
 
 from jaxengine.config import (
@@ -26,6 +28,7 @@ from jaxengine.config import (
 )
 from jaxengine.frontend.pooling import pooling_settings
 from jaxengine.metrics.tracing import check_tracing
+from jaxengine.vllm_names import translate, translate_keys
 
 # The order of `--help`: what most people set comes first.
 _GROUPS = [
@@ -70,9 +73,9 @@ class Options:
     runner: Annotated[RunnerConfig, Parameter(name="*", group=_RUNNER)] = field(
         default_factory=RunnerConfig
     )
-    server: Annotated[ServerConfig, Parameter(name="*", group=_SERVER)] = field(
+    server: Annotated[ServerConfig, Parameter(name="*", group=_SERVER, json_list=True)] = field(
         default_factory=ServerConfig
-    )
+    )  # lists as JSON, or one value a flag
 
 
 def shown_default(value: Any) -> str:
@@ -162,11 +165,11 @@ def flag(name: str) -> str:
 
 def split_argv(argv: list[str]) -> tuple[list[str], str | None]:
     """Take `--config FILE` out, and turn `--async-scheduling false` into `--async-scheduling=false`
-    (a flag's value form, for every boolean field)."""
+    (a flag's value form, for every boolean field). vLLM's own names become ours."""
+    words = iter(translate(argv) if argv[:1] in (["serve"], ["run-batch"]) else argv)
     booleans = _boolean_flags()
     rest: list[str] = []
     config = None
-    words = iter(argv)
     for word in words:
         if word == "--config":
             config = next(words, None)
@@ -192,6 +195,18 @@ def _boolean_flags() -> set[str]:
     return flags
 
 
-def yaml_config(path: str) -> cyclopts.config.Yaml:
-    """Settings from a file; the command line wins."""
-    return cyclopts.config.Yaml(path, must_exist=True, use_commands_as_keys=False)
+def yaml_config(path: str) -> cyclopts.config.Dict:
+    """Settings from a file; the command line wins. Objects become the JSON that their flags take.
+    Raises ValueError for a file that is not YAML, or no mapping."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"--config {path} cannot be read: {' '.join(str(error).split())}"
+        ) from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--config {path} must hold settings, one `name: value` a line")
+    known = translate_keys({str(name): value for name, value in found.items()})
+    settings = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in known.items()}
+    return cyclopts.config.Dict(settings, source=path, use_commands_as_keys=False)

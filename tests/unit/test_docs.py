@@ -1,23 +1,18 @@
-"""The pages say what the code does: the worked example, names of files, commands."""
+"""The pages say what the code does: the worked example, names of files, figures.
+
+Their commands are tried in tests/docs/.
+"""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import pathlib
 import re
-import shlex
 from collections import deque
 
 import numpy as np
 import pytest
-from cyclopts import CycloptsError
 
-import jaxengine
-from jaxengine.bench.flags import engine_settings
-from jaxengine.cli import main as cli
-from jaxengine.cli.bench import BENCHES
-from jaxengine.cli.options import split_argv
 from jaxengine.runner.buckets import all_buckets, row_buckets
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.plan import StepPlan, StepResult
@@ -31,12 +26,6 @@ FIRST_TOKEN = {"A": 100, "B": 200}
 
 def page(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
-
-
-def fenced(text: str, languages: tuple[str, ...]) -> list[str]:
-    """Bodies of the code blocks in these languages ("" is a block without one)."""
-    blocks = re.findall(r"^```([a-z]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [body for language, body in blocks if language in languages]
 
 
 def inline(text: str) -> list[str]:
@@ -185,98 +174,6 @@ def test_program_counts() -> None:
     text = page("docs/architecture.md")
     assert f"{forward} forward buckets and {samplers} sampler sizes" in text
     assert f"{forward + samplers} programs" in text
-
-
-# -- commands ---------------------------------------------------------------------------------
-
-
-def commands(text: str, program: str) -> list[list[str]]:
-    """Calls of `program`, as words, in shell blocks and alone in backticks."""
-    blocks = fenced(text, ("", "sh", "bash", "console", "shell"))
-    lines = [line for body in blocks for line in body.replace("\\\n", " ").splitlines()]
-    calls = []
-    for line in [*lines, *inline(text)]:
-        bare = re.sub(r"^\s*(\$ )?([A-Z_]+=\S+ )*", "", line)
-        for part in re.split(r"[|;&>]+", bare):
-            if part.split()[:1] == [program]:
-                calls.append(shlex.split(part, comments=True)[1:])
-    return calls
-
-
-def check_bench(words: list[str]) -> None:
-    """The bench exists, and so do its flags."""
-    if not words or words[0].startswith("-"):
-        return
-    name, *rest = words
-    assert name in BENCHES, f"there is no bench {name}"
-    if not rest:  # a name in a sentence, not a call
-        return
-    parser = importlib.import_module(f"jaxengine.bench.{name}").parser()
-    parser.print_help = parser.print_usage = lambda *_: None
-    try:
-        _, unknown = parser.parse_known_args([word for word in rest if word != "--help"])
-        engine_settings(unknown if parser.epilog else [])
-    except (SystemExit, ValueError) as error:
-        raise AssertionError(f"bench {shlex.join(words)}: {error}") from None
-    assert parser.epilog or not unknown, f"bench {name} has no flag {unknown[0]}"
-
-
-def check_command(words: list[str]) -> None:
-    """Parses with the command line, without running it."""
-    if words[:1] == ["bench"]:
-        check_bench(words[1:])
-        return
-    while "--config" in words:  # its file is the reader's
-        at = words.index("--config")
-        words = words[:at] + words[at + 2 :]
-    words, _ = split_argv(words)
-    try:
-        _, bound, unused = cli.app.parse_args(words, exit_on_error=False, print_error=False)[:3]
-    except CycloptsError as error:
-        raise AssertionError(f"jaxengine {shlex.join(words)}: {error}") from None
-    assert not unused and bound is not None
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_commands_parse(path: pathlib.Path) -> None:
-    calls = commands(path.read_text(encoding="utf-8"), "jaxengine")
-    if path.name == "README.md":
-        assert ["serve"] in calls and ["chat"] in calls
-    for words in calls:
-        check_command(words)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["serve", "--no-such-flag"], ["convert", "x"], ["bench", "x"], ["bench", "sched", "--x"]],
-)
-def test_wrong_commands_are_noticed(words: list[str]) -> None:
-    with pytest.raises(AssertionError):
-        check_command(words)
-
-
-def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", page("Makefile"), re.MULTILINE))
-    named = {
-        words[0]
-        for path in PAGES
-        for words in commands(path.read_text(encoding="utf-8"), "make")
-        if words
-    }
-    assert {"demo", "test"} <= named <= targets
-
-
-def test_readme_opens_with_the_two_commands() -> None:
-    first = commands("```\n" + fenced(page("README.md"), ("",))[0] + "```", "make")
-    assert first == [["demo"], ["test"]]
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_python_blocks_compile_and_import(path: pathlib.Path) -> None:
-    for body in fenced(path.read_text(encoding="utf-8"), ("python",)):
-        for node in ast.walk(ast.parse(body)):
-            if isinstance(node, ast.ImportFrom) and node.module == "jaxengine":
-                assert {alias.name for alias in node.names} <= set(jaxengine.__all__)
 
 
 if __name__ == "__main__":
