@@ -162,10 +162,10 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
     for name, table in tables.items():
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
         between = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        made = f"{begin}\n{table}\n{end}"
-        page, count = between.subn(lambda _, made=made: made, page)
-        if count != 1:
+        around = between.split(page)
+        if len(around) != 2:
             raise ValueError(f"the page must have the marks of the table {name!r} once")
+        page = f"{begin}\n{table}\n{end}".join(around)
     return page
 
 
