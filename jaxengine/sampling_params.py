@@ -18,11 +18,26 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     structural_tag: str | dict[str, Any] | None = None
 
 
+class ThinkingBudget(msgspec.Struct, array_like=True, frozen=True):
+    """What an engine is told. The thought begins with the answer (`inside`) or with `begin`, and
+    ends with `end`. `channels`: the messages of gpt-oss before the final one are the thought; then
+    `begin` opens a message's text, and `end` begins the final message."""
+
+    tokens: int
+    inside: bool
+    begin: list[int]
+    end: list[int]
+    begin_text: str
+    end_text: str
+    channels: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one request. Frozen; build variants with `msgspec.structs.replace`.
 
     `temperature` 0 (or below 1e-5) is greedy. `top_k` 0 or -1 is off. `max_tokens` None means
-    up to the context limit. `logprobs` N returns the N best and the sampled token.
+    up to the context limit. `thinking_token_budget` N ends the model's thoughts after N tokens; it
+    needs a reasoning parser. `logprobs` N returns the N best and the sampled token.
     Validation lives in `jaxengine.frontend.validation` (every face calls it at the door).
     """
 
@@ -50,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
 

@@ -25,6 +25,11 @@ class Grammar(Protocol):
         """Only an end token may follow."""
         ...
 
+    @property
+    def over(self) -> bool:
+        """It allows everything from now on: it may be forgotten."""
+        ...
+
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance. False (state unspecified) when a token is not allowed: the request fails."""
         ...

@@ -53,12 +53,13 @@ def _live_ends(state: PlannerState, plan: StepPlan, result: StepResult, settled:
         else:
             last = result.token_ids[row, settled.kept[k] - 1] if settled.kept[k] else -1
             ends[row] = finish_of(plan.requests[row], int(last))
-    if plan.has_grammar:
-        for k in np.flatnonzero(state.table.has_grammar[settled.slots]).tolist():
-            row = int(settled.rows[k])
-            kept = result.token_ids[row, : settled.kept[k]].tolist()
-            if not _accepts(plan.requests[row], kept):
-                ends[row] = ERROR
+    watched = state.table.has_grammar[settled.slots]
+    for k in np.flatnonzero(watched).tolist() if watched.any() else ():
+        row = int(settled.rows[k])
+        kept = result.token_ids[row, : settled.kept[k]].tolist()
+        if not _accepts(plan.requests[row], kept):
+            ends[row] = ERROR
+        state.table.has_grammar[settled.slots[k]] = plan.requests[row].grammar is not None
     return ends
 
 
@@ -100,4 +101,10 @@ def _settle_stale(plan: StepPlan, result: StepResult, row: int, ends: Ends) -> i
 
 
 def _accepts(request: Request, token_ids: list[int]) -> bool:
-    return request.grammar is None or not token_ids or request.grammar.accept(token_ids)
+    grammar = request.grammar
+    if grammar is None or not token_ids:
+        return True
+    accepted = grammar.accept(token_ids)
+    if grammar.over:
+        request.grammar = None
+    return accepted

@@ -56,6 +56,7 @@ class Request:
         skip_reading_prefix_cache: bool = False,
         params: Any = None,
         grammar: Grammar | None = None,
+        grammar_from: int = 0,
     ) -> None:
         if max_tokens < 0:
             raise ValueError(f"max_tokens must be at least 0, got {max_tokens}")
@@ -71,6 +72,7 @@ class Request:
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.params = params
         self.grammar = grammar
+        self.grammar_from = grammar_from  # the output token from which on it may forbid some
 
         self.status = RequestStatus.WAITING
         self.finish_reason: str | None = None

@@ -164,7 +164,9 @@ class Scheduler:
         for request in requests[num_decode:]:
             known = min(request.num_computed_tokens, request.num_tokens)
             state.kv.register(request, known, step_id)
-        constrained = table.has_grammar[slots] & booking.samples
+        # whether a mask is needed for the last token that the row may sample
+        reached = booking.num_output + drafts >= table.grammar_from[slots]
+        constrained = table.has_grammar[slots] & booking.samples & reached
         plan = StepPlan(
             step_id=step_id,
             requests=requests,

@@ -44,6 +44,7 @@ class SlotTable:
         self.epoch = zeros()
         self.sampled = np.zeros(num_slots, np.bool_)  # the device holds this residence's last token
         self.has_grammar = np.zeros(num_slots, np.bool_)
+        self.grammar_from = zeros()  # output tokens that no mask is needed for
         self.stop_ids: Int32 = np.full((num_slots, 4), -1, np.int32)  # EOS and stop ids, -1 padded
         # np.zeros commits memory only where rows are really written.
         self.tokens: Int32 = np.zeros((num_slots, max_model_len), np.int32)
@@ -76,6 +77,7 @@ class SlotTable:
         self.num_tokens[slot] = len(tokens)
         self.stop_length[slot] = stop_length
         self.has_grammar[slot] = request.grammar is not None
+        self.grammar_from[slot] = request.grammar_from
         self.tokens[slot, : len(tokens)] = tokens
         self._set_stop_ids(slot, (*request.eos_token_ids, *request.stop_token_ids))
         request.enter(self, slot)

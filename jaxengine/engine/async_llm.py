@@ -139,7 +139,12 @@ class AsyncLLM:
             vocab_size=self.ready.vocab_size,
             max_logprobs=self.config.model.max_logprobs,
         )
-        self._processor = InputProcessor(self.tokenizer, limits, front.sampling_defaults)
+        self._processor = InputProcessor(
+            self.tokenizer,
+            limits,
+            front.sampling_defaults,
+            self.config.server.reasoning_parser,
+        )
         self.default_params = self._processor.default_params
         self._in_flight = InFlight(
             self._group.placer, OutputProcessor(self.tokenizer), self.metrics, self._waiting

@@ -213,7 +213,8 @@ class EngineCore:
         # Positions that are not computed have no logits.
         skip_cache = bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None
         skip_cache |= wire.pooling == "mean"
-        grammar = self._grammars.matcher(wire)
+        grammar = self._grammars.of(wire)
+        constrained = params.structured_outputs is not None
         return Request(
             wire.request_id,
             wire.prompt_token_ids,
@@ -221,13 +222,14 @@ class EngineCore:
             min_tokens=params.min_tokens,
             stop_token_ids=params.stop_token_ids or (),
             # A grammar ends with an end token, whatever ignore_eos says.
-            eos_token_ids=() if params.ignore_eos and grammar is None else wire.eos_token_ids,
+            eos_token_ids=() if params.ignore_eos and not constrained else wire.eos_token_ids,
             priority=wire.priority,
             arrival_time=wire.arrival_time,
             cache_salt=wire.cache_salt,
             skip_reading_prefix_cache=skip_cache,
             params=self._packers[0].prepare(wire),
             grammar=grammar,
+            grammar_from=0 if grammar is None else grammar.first,
         )
 
     # -- the loop ---------------------------------------------------------------------------

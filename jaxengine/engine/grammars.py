@@ -13,8 +13,10 @@ from jaxengine.sched.plan import Int32, StepPlan
 from jaxengine.sched.request import Request
 
 if TYPE_CHECKING:
+    from jaxengine.frontend.tokenizer import Tokenizer
     from jaxengine.structured.compiler import GrammarCompiler
     from jaxengine.structured.matcher import Matcher
+    from jaxengine.structured.thinking import ThoughtLimit
 
 
 class Grammars:
@@ -24,7 +26,21 @@ class Grammars:
         self._config = config
         self._vocab_size = vocab_size
         self._compiler: GrammarCompiler | None = None
+        self._tokenizer: Tokenizer | None = None
         self._waiting: list[Request] = []  # their grammars are being compiled
+
+    def of(self, wire: EngineRequest) -> Matcher | ThoughtLimit | None:
+        """What constrains the request's answer; None for nothing. Raises ValueError as `matcher`
+        does."""
+        matcher = self.matcher(wire)
+        if wire.thinking is None:
+            return matcher
+        from jaxengine.structured.thinking import ThoughtLimit
+
+        tokenizer = self._get_tokenizer()
+        return ThoughtLimit(
+            wire.thinking, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), matcher
+        )
 
     def matcher(self, wire: EngineRequest) -> Matcher | None:
         """The request's grammar; None without a constraint. Raises ValueError when it cannot be
@@ -53,7 +69,7 @@ class Grammars:
             return []
         still, failed = [], []
         for request in self._waiting:
-            matcher: Matcher = request.grammar  # type: ignore[assignment]
+            matcher: Matcher | ThoughtLimit = request.grammar  # type: ignore[assignment]
             if matcher.failure is not None:
                 failed.append((request, matcher.failure))
             elif not matcher.ready and not request.is_finished:
@@ -83,14 +99,20 @@ class Grammars:
 
     def _get_compiler(self) -> GrammarCompiler:
         if self._compiler is None:
-            from jaxengine.frontend.tokenizer import load_tokenizer
             from jaxengine.structured.compiler import GrammarCompiler
-            from jaxengine.weights.resolve import resolve_model
 
-            model = self._config.model
-            files = resolve_model(model.model, model.revision, model.download_dir)
-            tokenizer = load_tokenizer(files, model.tokenizer)
+            tokenizer = self._get_tokenizer()
             self._compiler = GrammarCompiler(
                 tokenizer.tk.to_str(), self._vocab_size, tokenizer.eos_ids
             )
         return self._compiler
+
+    def _get_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            from jaxengine.frontend.tokenizer import load_tokenizer
+            from jaxengine.weights.resolve import resolve_model
+
+            model = self._config.model
+            files = resolve_model(model.model, model.revision, model.download_dir)
+            self._tokenizer = load_tokenizer(files, model.tokenizer)
+        return self._tokenizer

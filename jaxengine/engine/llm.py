@@ -108,7 +108,9 @@ class LLM:
         self.config = config
         self._core = core
         self._tokenizer = tokenizer
-        self._inputs = InputProcessor(tokenizer, limits, generation_config)
+        self._inputs = InputProcessor(
+            tokenizer, limits, generation_config, config.server.reasoning_parser
+        )
         self._outputs = OutputProcessor(tokenizer)
         self._count = 0
         self._closed = False

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from jaxengine.sampling_params import SamplingParams
+from jaxengine.sampling_params import SamplingParams, ThinkingBudget
 
 INVALID_REQUEST = "invalid_request"  # stop_reason of a request that the engine refused: HTTP 400
 
@@ -22,6 +22,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     bad_words_token_ids: list[list[int]] = []
     priority: int = 0
     cache_salt: str | None = None
+    thinking: ThinkingBudget | None = None
     pooling: str | None = None  # "last" | "mean": one vector of the prompt is wanted, no text
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from jaxengine.engine.messages import EngineRequest
 from jaxengine.frontend.grammars import GrammarChecks
+from jaxengine.frontend.thinking import thinking_budget
 from jaxengine.frontend.validation import (
     Limits,
     RequestError,
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from jaxengine.frontend.tokenizer import Tokenizer
     from jaxengine.structured import Spec
 
-# text, token ids, or {"prompt": text, "prompt_token_ids": ids, "add_special_tokens": bool}
+# text, token ids, or {"prompt": text, "prompt_token_ids": ids, "add_special_tokens": bool,
+# "thinking": whether an answer to it begins "inside" a thought, "maybe" or "outside"}
 Prompt = str | list[int] | Mapping[str, Any]
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -68,10 +70,12 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         limits: Limits,
         generation_defaults: Mapping[str, Any] | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self.default_params = default_params(generation_defaults or {})
+        self._reasoning_parser = reasoning_parser
         self._eos = list(tokenizer.eos_ids) if tokenizer else []
         self.grammars = GrammarChecks()
         self._longest_token = 0  # characters; measured when first needed
@@ -110,6 +114,11 @@ class InputProcessor:
         text, ids = self._prompt(prompt, checked.truncate_prompt_tokens)
         checked = fit_to_context(checked, len(ids), self.limits)
         bad_words = self._bad_words(checked)
+        thinking = None
+        if checked.thinking_token_budget is not None:
+            start = prompt.get("thinking") if isinstance(prompt, Mapping) else None
+            parser, tokens = self._reasoning_parser, checked.thinking_token_budget
+            thinking = thinking_budget(tokens, parser, self.tokenizer, ids, start)
         priority, salt = check_priority(priority), check_cache_salt(cache_salt)
         requests = [
             EngineRequest(
@@ -122,6 +131,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=salt,
                 pooling=pooling,
+                thinking=thinking,
             )
             for i in range(checked.n)
         ]

@@ -196,6 +196,13 @@ def check_params(params: SamplingParams, limits: Limits) -> SamplingParams:
         if not allowed:
             raise RequestError("allowed_token_ids", "allowed_token_ids must not be empty")
         changes["allowed_token_ids"] = allowed
+    if params.thinking_token_budget is not None:
+        name, budget = "thinking_token_budget", params.thinking_token_budget
+        changes[name] = check_int(name, budget, -1)
+        if changes[name] == -1:
+            changes[name] = None
+        elif params.allowed_token_ids is not None:
+            raise RequestError(name, f"{name} cannot be combined with allowed_token_ids")
     if params.truncate_prompt_tokens is not None:
         changes["truncate_prompt_tokens"] = _check_truncation(params.truncate_prompt_tokens, limits)
     skip_cache = params.skip_reading_prefix_cache

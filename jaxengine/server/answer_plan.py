@@ -21,6 +21,7 @@ class AnswerPlan:
     params: SamplingParams
     prompt: str  # may begin the answer
     style: Style
+    thinking: Start  # where the answer begins, seen from the model's thoughts
 
 
 def plan_answer(
@@ -40,7 +41,9 @@ def plan_answer(
         m for m in markers(config, tools) if tokenizer.tk.token_to_id(m) in tokenizer.special_ids
     ]
     start: Start = "outside"
+    thinking: Start | None = None
     if is_harmony(config):
+        thinking = "maybe" if constraint is None else "outside"
         if constraint is not None and not body.continue_final_message:
             prompt += FINAL
     elif config.reasoning_parser is not None:
@@ -65,7 +68,7 @@ def plan_answer(
         one_call=not tools.parallel,
         short_ids=config.tool_call_parser == "mistral",
     )
-    return AnswerPlan(params, prompt, style)
+    return AnswerPlan(params, prompt, style, thinking or start)
 
 
 def _continued(body: ChatBody) -> str:

@@ -26,6 +26,7 @@ FIELD_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     "prompt": "messages",
     "messages": "messages",
 }
@@ -81,6 +82,8 @@ def chat_fields(body: CountBody) -> dict[str, Any]:
         given = fields.get("chat_template_kwargs")
         if given is None or isinstance(given, dict):  # else it is refused with the other fields
             fields["chat_template_kwargs"] = (given or {}) | _thinking(body.thinking)
+        if body.thinking.get("type") == "enabled" and "budget_tokens" in body.thinking:
+            fields.setdefault("thinking_token_budget", body.thinking["budget_tokens"])
     last = body.messages[-1] if body.messages else {}
     if last.get("role") == "assistant" and "tool_calls" not in messages[-1]:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -246,7 +249,7 @@ def _check_edits(asked: Any) -> None:
 
 
 def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
-    """Templates that can think have a switch for it. A budget is taken and not enforced."""
+    """Templates that can think have a switch for it."""
     kind = thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         text = f"thinking.type must be enabled, adaptive or disabled, got {kind!r}"

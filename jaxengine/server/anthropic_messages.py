@@ -21,7 +21,7 @@ from jaxengine.server.openapi import AnthropicErrorBody, answers, streamed
 from jaxengine.server.pieces import chat_body, count_prompt, pieces_of, renamed
 from jaxengine.server.responses import UsageBody
 from jaxengine.server.sse import sse_response
-from jaxengine.server.state import body_size, check_model, engine_of, request_id_of
+from jaxengine.server.state import body_size, check_model, engine_of, request_id_of, state_of
 
 _USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -58,6 +58,8 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation, whole or streamed."""
     model = check_model(request, body.model)
     fields = await off_loop(body_size(request), lambda: chat_fields(body))
+    if state_of(request).config.server.reasoning_parser is None:
+        fields.pop("thinking_token_budget", None)  # clients send one to models that do not think
     with renamed(FIELD_NAMES):
         if body.stream:
             chat = chat_body({**fields, "stream": True, "stream_options": _USAGE})

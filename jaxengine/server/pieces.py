@@ -41,6 +41,7 @@ SAMPLING_FIELDS = (
     "priority",
     "cache_salt",
     "chat_template_kwargs",
+    "thinking_token_budget",
     "data_parallel_rank",
 )
 

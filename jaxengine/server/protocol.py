@@ -36,7 +36,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "prompt_embeds": (None,),
     "logits_processors": (None, []),
-    "thinking_token_budget": (None,),
     "kv_transfer_params": (None,),
     "mm_processor_kwargs": (None, {}),
 }
@@ -63,6 +62,7 @@ _SAMPLING = (
     "include_stop_str_in_output",
     "prompt_logprobs",
     "truncate_prompt_tokens",
+    "thinking_token_budget",
 )
 
 
@@ -101,6 +101,7 @@ class SamplingBody(BaseModel):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Number = None
     truncate_prompt_tokens: Number = None
+    thinking_token_budget: Number = None
     priority: Number = None
     cache_salt: str | None = None
     response_format: Any = None  # these six: see server.constraints

@@ -203,12 +203,12 @@ def _by_model(scheduler: Scheduler, request: Request, k: int) -> bool:
 def draft_masks(plan: StepPlan, bucket: Bucket, vocab_size: int) -> Int32:
     """[rows * (1 + K), ceil(V / 32)] legal tokens at every place of every row. A place that no
     draft leads to allows all: its token is never kept."""
-    from jaxengine.structured.matcher import Matcher, fill_draft_bitmasks  # a library of its own
+    from jaxengine.structured.matcher import fill_draft_bitmasks  # a library of its own
 
     places = 1 + bucket.drafts
     out: Int32 = np.full((bucket.rows, places, -(-vocab_size // 32)), -1, np.int32)
     for row, request in enumerate(plan.requests):
-        if isinstance(request.grammar, Matcher):
+        if request.grammar is not None:
             drafts = request.spec_token_ids[: int(plan.num_drafts[row])]
             fill_draft_bitmasks(request.grammar, drafts, out[row, : 1 + len(drafts)])
     return out.reshape(bucket.rows * places, -1)

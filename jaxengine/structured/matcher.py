@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import llguidance
 import numpy as np
 
+from jaxengine.sched.grammar import Grammar
 from jaxengine.sched.plan import Int32
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,16 @@ class Matcher:
             return True
         inner = self._working()
         return inner is not None and bool(inner.is_stopped() and inner.is_accepting())
+
+    @property
+    def first(self) -> int:
+        """The output token at which it may forbid something for the first time."""
+        return 0
+
+    @property
+    def over(self) -> bool:
+        """Never: an end token may be all that is left."""
+        return False
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance. False when a token is not allowed: from then on no token is."""
@@ -228,7 +239,7 @@ def fill_bitmasks(matchers: Sequence[Matcher | None], out: Int32) -> None:
         matcher.finish_row(out[i])
 
 
-def fill_draft_bitmasks(matcher: Matcher, drafts: Sequence[int], out: Int32) -> int:
+def fill_draft_bitmasks(matcher: Grammar, drafts: Sequence[int], out: Int32) -> int:
     """Masks for a row with K drafts: `out` [1 + K, ceil(V / 32)], row k after k drafts.
 
     Returns how many drafts the grammar allows. Rows after the first refused draft repeat the mask

@@ -3,8 +3,8 @@
 Tokens are a function of the sequence so far, the seed and the position, so a greedy or seeded
 request continues exactly from its prompt and the tokens already given out, which become the
 prompt of a new request. What looks at output tokens alone (presence and frequency penalties, bad
-words, grammars) would see the wrong output then: such a request starts again from its own prompt,
-and the tokens that were given out already are dropped.
+words, grammars, thinking budgets) would see the wrong output then: such a request starts again from
+its own prompt, and the tokens that were given out already are dropped.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def _reads_output(params: SamplingParams) -> bool:
         or params.frequency_penalty
         or params.bad_words
         or params.structured_outputs is not None
+        or params.thinking_token_budget is not None
     )
 
 

@@ -342,7 +342,7 @@ class DigitGrammar:
     """Allows tokens below 10; `ready` by hand."""
 
     def __init__(self) -> None:
-        self.ready, self.terminated = False, False
+        self.ready, self.terminated, self.over = False, False, False
         self.accepted: list[int] = []
 
     def accept(self, token_ids: Sequence[int]) -> bool:
@@ -357,6 +357,28 @@ class DigitGrammar:
 
     def fill_bitmask(self, row: Int32) -> None:
         row[:] = 0x3FF
+
+
+def test_a_grammar_that_begins_late_and_ends_early() -> None:
+    """Its masks are asked for from its first token on, and it sees the tokens before too; when it
+    is over it is forgotten."""
+    scheduler = Scheduler(config())
+    grammar = DigitGrammar()
+    grammar.ready = True
+    scheduler.add(request("g", grammar=grammar, grammar_from=3))
+    flight = [planned(scheduler)]
+    constrained = []
+    for _ in range(6):
+        flight.append(planned(scheduler))
+        answer(scheduler, flight[0])
+        constrained.append(flight.pop(0).has_grammar)
+        if len(constrained) == 5:
+            assert len(grammar.accepted) == 5
+            grammar.over = True
+    assert constrained == [False, False, False, True, True, True]
+    assert len(grammar.accepted) == 6
+    answer(scheduler, flight.pop())
+    assert len(grammar.accepted) == 6 and not planned(scheduler).has_grammar
 
 
 def test_grammar_holds_its_request_back_and_sees_every_kept_token() -> None:
