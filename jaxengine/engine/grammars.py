@@ -90,7 +90,7 @@ class Grammars:
                     for request, samples in zip(plan.requests, plan.samples.tolist(), strict=True)
                 ]
                 part = out[shard * num_rows : (shard + 1) * num_rows]
-                fill_bitmasks(matchers, part)  # type: ignore[arg-type]
+                fill_bitmasks(matchers, part)
         return out
 
     def shutdown(self) -> None:

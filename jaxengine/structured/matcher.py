@@ -207,7 +207,7 @@ class Matcher:
         return 0 <= min(token_ids) and max(token_ids) < most
 
 
-def fill_bitmasks(matchers: Sequence[Matcher | None], out: Int32) -> None:
+def fill_bitmasks(matchers: Sequence[Grammar | None], out: Int32) -> None:
     """Masks of several requests at once: row i of `out` [S, ceil(V / 32)] for matcher i.
 
     Rows without a matcher allow every token; rows beyond the matchers are left alone.
@@ -218,12 +218,13 @@ def fill_bitmasks(matchers: Sequence[Matcher | None], out: Int32) -> None:
         if matcher is None:
             out[i] = -1
             continue
-        inner = matcher.batchable(out.shape[1])
-        if inner is None:
-            matcher.fill_bitmask(out[i])
-        else:
-            batch.append((inner, i))
-            rows.append((matcher, i))
+        if isinstance(matcher, Matcher):
+            inner = matcher.batchable(out.shape[1])
+            if inner is not None:
+                batch.append((inner, i))
+                rows.append((matcher, i))
+                continue
+        matcher.fill_bitmask(out[i])
     if len(batch) < PARALLEL_FROM or not out.flags.c_contiguous:
         for matcher, i in rows:
             matcher.fill_bitmask(out[i])
