@@ -23,7 +23,7 @@ from jaxengine.simulate.gpus import gpu_of
 from jaxengine.simulate.limits import Slo, find_limit, parse_slo
 from jaxengine.simulate.limits import lines as limit_lines
 from jaxengine.simulate.results import lines, summarize
-from jaxengine.simulate.roofline import Roofline
+from jaxengine.simulate.roofline import Host, Roofline
 from jaxengine.simulate.table import Table, load_table
 from jaxengine.simulate.tiers import TierConfig
 from jaxengine.simulate.workload import faster, random_requests
@@ -53,10 +53,10 @@ def run_simulate(model: str | None, options: SimulateOptions, output_json: str |
         )
         figures = summarize(outcome)
         if levels:
-            figures["goodput_requests_per_s"] = slo.goodput(outcome)
+            figures["request_goodput"] = slo.goodput(outcome)
         print("\n".join(lines(figures)))
         if levels:
-            print(f"goodput {figures['goodput_requests_per_s']:.2f} requests/s keep all levels")
+            print(f"goodput {figures['request_goodput']:.2f} requests/s keep all levels")
     cost = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"simulated in {cost:.1f} s, peak memory {peak:.0f} MiB")
@@ -183,6 +183,7 @@ def _roofline(
         hardware.dtype,
         efficiency=hardware.efficiency,
         memory_efficiency=hardware.memory_efficiency,
+        host=Host(hardware.host_us * 1e-6, hardware.host_row_us * 1e-6),
     )
     block = engine.block_size or 64
     longest = max(r.prompt_len + r.output_len for r in requests) + 1

@@ -58,6 +58,10 @@ class Hardware:
     """Share of the GPU's peak arithmetic that is reached (assumed)."""
     memory_efficiency: float = 0.8
     """Share of the GPU's peak bandwidth that is reached (assumed)."""
+    host_us: float = 2000.0
+    """Microseconds of the host for a step (assumed, with a GPU)."""
+    host_row_us: float = 14.0
+    """Microseconds of the host for a row of a step (assumed, with a GPU)."""
 
 
 @dataclass(frozen=True)

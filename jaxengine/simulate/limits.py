@@ -11,10 +11,9 @@ import numpy as np
 from jaxengine.bench.datasets import BenchRequest
 from jaxengine.simulate.cluster import Cluster, simulate
 from jaxengine.simulate.outcome import Outcome
-from jaxengine.simulate.results import latencies, summarize
+from jaxengine.simulate.results import METRICS, latencies, summarize
 from jaxengine.simulate.workload import faster
 
-LEVELS = ("ttft", "tpot", "itl", "e2el")
 DOUBLINGS, BISECTIONS = 14, 5
 OFTEN = 0.05  # share of steps from which on an obstacle is one
 
@@ -28,11 +27,10 @@ class Slo:
 
     def violated(self, figures: dict[str, Any]) -> list[str]:
         """Names of the metrics that are above their level; "failed" when a request failed."""
-        latency = figures["latency"]
         bad = [
             name
             for name, most in self.levels.items()
-            if latency[f"{name}_ms"].get(f"p{self.percentile}", 0.0) > most
+            if figures.get(f"p{self.percentile}_{name}_ms", 0.0) > most
         ]
         return [*bad, "failed"] if figures["failed"] else bad
 
@@ -43,8 +41,8 @@ class Slo:
         kept = np.ones(len(good), bool)
         decodes = np.array([len(r.times) > 1 for r in good], bool)
         for name in ("ttft", "e2el"):
-            kept &= 1e3 * times[f"{name}_ms"] <= self.levels.get(name, np.inf)
-        kept[decodes] &= 1e3 * times["tpot_ms"] <= self.levels.get("tpot", np.inf)
+            kept &= 1e3 * times[name] <= self.levels.get(name, np.inf)
+        kept[decodes] &= 1e3 * times["tpot"] <= self.levels.get("tpot", np.inf)
         return float(kept.sum()) / (outcome.seconds or 1e-9)
 
 
@@ -57,8 +55,8 @@ def parse_slo(words: Sequence[str], percentile: int = 90) -> Slo:
             levels[name] = float(value)
         except ValueError:
             raise ValueError(f"slo {word!r} must be NAME:MILLISECONDS, as ttft:200") from None
-        if name not in LEVELS or not levels[name] > 0:
-            raise ValueError(f"slo {word!r}: the names are {', '.join(LEVELS)}, above 0 ms")
+        if name not in METRICS or not levels[name] > 0:
+            raise ValueError(f"slo {word!r}: the names are {', '.join(METRICS)}, above 0 ms")
     if percentile not in (50, 90, 99):
         raise ValueError(f"slo percentile must be 50, 90 or 99, got {percentile}")
     return Slo(levels, percentile)
@@ -114,7 +112,7 @@ def find_limit(
             cluster, faster(requests, factor), max_concurrency=max_concurrency, seed=seed
         )
         figures = summarize(outcome)
-        figures["goodput_requests_per_s"] = slo.goodput(outcome)
+        figures["request_goodput"] = slo.goodput(outcome)
         one = Try(factor, len(requests) * factor / span, slo.violated(figures), figures)
         tries.append(one)
         told(one)
@@ -205,10 +203,10 @@ def lines(found: Found, slo: Slo) -> list[str]:
     ]
     key = f"p{slo.percentile}"
     for t in sorted(found.tries, key=lambda t: t.factor):
-        e, latency = t.figures["engine"], t.figures["latency"]
+        f, e = t.figures, t.figures["engine"]
         out.append(
-            f"{t.offered_per_s:>10.3g}{t.figures['requests_per_s']:>10.3g}"
-            f"{latency['ttft_ms'].get(key, 0):>10.1f}{latency['tpot_ms'].get(key, 0):>9.2f}"
+            f"{t.offered_per_s:>10.3g}{f['request_throughput']:>10.3g}"
+            f"{f.get(f'{key}_ttft_ms', 0):>10.1f}{f.get(f'{key}_tpot_ms', 0):>9.2f}"
             f"{e['device_utilisation']:>6.0%}{e['kv_usage_peak']:>9.0%}{e['preemptions']:>9}"
             f"{e['waiting_peak']:>9.0f}  {' '.join(t.violated)}"
         )

@@ -10,6 +10,7 @@ import numpy as np
 from jaxengine.simulate.outcome import Outcome, Record
 
 PERCENTILES = (50, 90, 99)
+METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 def summarize(outcome: Outcome) -> dict[str, Any]:
@@ -19,19 +20,20 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
     seconds = outcome.seconds or 1e-9
     output = sum(len(r.times) for r in good)
     prompt = sum(r.prompt_len for r in good)
-    return {
+    figures: dict[str, Any] = {
+        "duration": outcome.seconds,
         "completed": len(good),
         "failed": len(outcome.records) - len(good),
         "errors": sorted(set(errors))[:5],
-        "seconds": outcome.seconds,
-        "requests_per_s": len(good) / seconds,
-        "output_tokens_per_s": output / seconds,
-        "total_tokens_per_s": (output + prompt) / seconds,
-        "input_tokens": prompt,
-        "output_tokens": output,
-        "latency": {name: spread(values) for name, values in latencies(good).items()},
-        "engine": engine_figures(outcome),
+        "total_input_tokens": prompt,
+        "total_output_tokens": output,
+        "request_throughput": len(good) / seconds,
+        "output_throughput": output / seconds,
+        "total_token_throughput": (output + prompt) / seconds,
     }
+    for name, values in latencies(good).items():
+        figures |= spread(name, values)
+    return {**figures, "engine": engine_figures(outcome)}
 
 
 def latencies(good: list[Record]) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
@@ -39,21 +41,21 @@ def latencies(good: list[Record]) -> dict[str, np.ndarray[Any, np.dtype[np.float
     times = [np.frombuffer(r.times, np.float64) for r in good]
     several = [t for t in times if len(t) > 1]
     return {
-        "ttft_ms": np.array([t[0] - r.arrival for r, t in zip(good, times, strict=True)]),
-        "tpot_ms": np.array([(t[-1] - t[0]) / (len(t) - 1) for t in several]),
-        "itl_ms": np.concatenate([np.diff(t) for t in several]) if several else np.zeros(0),
-        "e2el_ms": np.array([t[-1] - r.arrival for r, t in zip(good, times, strict=True)]),
+        "ttft": np.array([t[0] - r.arrival for r, t in zip(good, times, strict=True)]),
+        "tpot": np.array([(t[-1] - t[0]) / (len(t) - 1) for t in several]),
+        "itl": np.concatenate([np.diff(t) for t in several]) if several else np.zeros(0),
+        "e2el": np.array([t[-1] - r.arrival for r, t in zip(good, times, strict=True)]),
     }
 
 
-def spread(seconds: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
-    """Mean and percentiles in milliseconds; empty for no values."""
+def spread(name: str, seconds: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
+    """mean_NAME_ms, median_, std_ and pNN_; nothing where there are no values."""
     if not len(seconds):
         return {}
     values = 1e3 * seconds
-    return {"mean": float(values.mean())} | {
-        f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES
-    }
+    found = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
+    found |= {f"p{p}": np.percentile(values, p) for p in PERCENTILES}
+    return {f"{key}_{name}_ms": float(value) for key, value in found.items()}
 
 
 def engine_figures(outcome: Outcome) -> dict[str, Any]:
@@ -133,16 +135,18 @@ def lines(figures: dict[str, Any]) -> list[str]:
     """The figures for a terminal."""
     engine = figures["engine"]
     failed = f", {figures['failed']} failed" if figures["failed"] else ""
-    out = [f"{figures['completed']} requests in {figures['seconds']:.2f} virtual s{failed}"]
+    out = [f"{figures['completed']} requests in {figures['duration']:.2f} virtual s{failed}"]
     out += [f"  {error}" for error in figures["errors"]]
     out.append(
-        f"{figures['requests_per_s']:.2f} requests/s, {figures['output_tokens_per_s']:.0f} output "
-        f"tokens/s, {figures['total_tokens_per_s']:.0f} tokens/s in all"
+        f"{figures['request_throughput']:.2f} requests/s, {figures['output_throughput']:.0f} "
+        f"output tokens/s, {figures['total_token_throughput']:.0f} tokens/s in all"
     )
-    out.append(f"{'ms':<6}{'mean':>11}" + "".join(f"{f'p{p}':>11}" for p in PERCENTILES))
-    for name, row in figures["latency"].items():
-        cells = "".join(f"{value:>11.2f}" for value in row.values())
-        out.append(f"{name.removesuffix('_ms').upper():<6}{cells}")
+    heads = ["mean", *(f"p{p}" for p in PERCENTILES)]
+    out.append(f"{'ms':<6}" + "".join(f"{head:>11}" for head in heads))
+    for name in METRICS:
+        cells = [figures.get(f"{head}_{name}_ms") for head in heads]
+        if None not in cells:
+            out.append(f"{name.upper():<6}" + "".join(f"{value:>11.2f}" for value in cells))
     out += [
         f"ranks {engine['ranks']}: device busy {engine['device_utilisation']:.0%} "
         f"({engine['device_utilisation_min']:.0%} to {engine['device_utilisation_max']:.0%}), "

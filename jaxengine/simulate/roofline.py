@@ -32,15 +32,16 @@ RESERVE = 2 * 2**30  # bytes for activations and programs, as `engine.kv_room` k
 SAMPLING = 30e-6  # seconds of a sampler beside the head's product
 
 
+PLANNING = 0.7  # of the host's time comes before the step is submitted
+
+
 @dataclass(frozen=True)
 class Host:
-    """Seconds of the host for a step. The defaults were measured on a 2-core CPU machine with a
-    tiny model (docs/simulate.md); a server's host is likely quicker."""
+    """Seconds of the host for a step and for each of its rows. The defaults were measured on a
+    2-core CPU machine with a tiny model (docs/simulate.md); a server's host is likely quicker."""
 
-    plan_s: float = 1.5e-3
-    plan_row_s: float = 8e-6
-    finish_s: float = 0.5e-3
-    finish_row_s: float = 6e-6
+    step_s: float = 2e-3
+    row_s: float = 14e-6
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,9 @@ class Roofline:
         parts = self._dense_times[key]
         attention, bound = self._attention(shape)
         parts = {**parts, bound: parts.get(bound, 0.0) + attention}
-        rows, host = shape.rows, self.host
-        return StepCost(
-            host.plan_s + host.plan_row_s * rows,
-            sum(parts.values()),
-            host.finish_s + host.finish_row_s * rows,
-            max(parts, key=parts.__getitem__),
-        )
+        host = self.host.step_s + self.host.row_s * shape.rows
+        bound = max(parts, key=parts.__getitem__)
+        return StepCost(PLANNING * host, sum(parts.values()), (1 - PLANNING) * host, bound)
 
     def transfer(self, num_bytes: int) -> float:
         """One GPU of the engine copies its share."""
