@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxengine.bench.datasets import BenchRequest, arrivals, load_trace, with_arrivals
+from jaxengine.bench.machine import describe
+from jaxengine.bench.results import result, save
 from jaxengine.cli.aot_check import read_config
 from jaxengine.cli.simulate_options import Engine, Hardware, SimulateOptions, Workload
 from jaxengine.models.families import spec_from_config
@@ -53,16 +53,14 @@ def run_simulate(model: str | None, options: SimulateOptions, output_json: str |
         )
         figures = summarize(outcome)
         if levels:
-            figures["request_goodput"] = slo.goodput(outcome)
+            figures |= slo.goodput(outcome)
         print("\n".join(lines(figures)))
-        if levels:
-            print(f"goodput {figures['request_goodput']:.2f} requests/s keep all levels")
     cost = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"simulated in {cost:.1f} s, peak memory {peak:.0f} MiB")
-    figures |= {"settings": settings, "simulator": {"seconds": cost, "peak_mib": peak}}
+    figures["simulator"] = {"seconds": cost, "peak_mib": peak}
     if output_json:
-        Path(output_json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        save(output_json, result("simulate", settings, describe(), figures))
     return 0 if not figures.get("failed") else 1
 
 
@@ -221,6 +219,7 @@ def run_calibrate(
 
     with _open_core(model, engine) as core:
         calibration = Calibration(core, most_rows=most_rows, most_tokens=most_tokens)
+        calibration.warm()
         for i in range(rounds):
             calibration.round(functools.partial(_tell, f"round {i + 1} of {rounds}: "))
         table = calibration.table()

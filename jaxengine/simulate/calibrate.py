@@ -43,49 +43,57 @@ class Calibration:
         self.core = core
         self.samples: list[Sample] = []
         self._clock = clock or WallClock()
-        buckets = all_buckets(
-            core.built.planner.max_num_seqs, core.built.planner.max_num_batched_tokens
-        )
+        planner = core.built.planner
+        buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
+        self._pool = planner.num_blocks * planner.block_size
+        self._longest = planner.max_model_len - DECODE_STEPS - SHORT - 2
+        each = SHORT + DECODE_STEPS + planner.block_size
         # Of each kind the first one that is large enough, and all below.
-        self._decode = _up_to([b.tokens for b in buckets if b.decode_only], most_rows)
+        rows = _up_to([b.tokens for b in buckets if b.decode_only], most_rows)
+        self._decode = [n for n in rows if n * each <= self._pool]
         self._mixed = _up_to([b.tokens for b in buckets if not b.decode_only], most_tokens)
         self._rng = np.random.default_rng(seed)
         self._names = 0
         on_cpu = core.built.kv_layout.kind != "head_major"
         self._rows_per_turn = StepLayout().rows_per_turn if on_cpu else 0
 
+    def warm(self) -> None:
+        """Run every program once: the first run is slower."""
+        recorder = Recorder(self.core, self._rows_per_turn, self._clock)
+        for n in self._decode:
+            self._run(recorder, [self._prompt(SHORT) for _ in range(n)], 2)
+        for tokens in self._mixed:
+            self._run(recorder, [self._prompt(min(tokens, self._longest))], 1)
+        recorder.close()
+
     def round(self, told: Callable[[str], None] = lambda _: None) -> None:
         """Every decode bucket, every mixed bucket, both with short and long contexts."""
-        planner = self.core.built.planner
         self.core.scheduler.reset_prefix_cache()
         recorder = Recorder(self.core, self._rows_per_turn, self._clock)
         try:
-            pool = planner.num_blocks * planner.block_size
-            each = SHORT + DECODE_STEPS + planner.block_size
-            rows = [n for n in self._decode if n * each <= pool]
-            for n in rows:
+            for n in self._decode:
                 told(f"decode {n} rows")
                 self._run(recorder, [self._prompt(SHORT) for _ in range(n)], DECODE_STEPS)
-            longest = planner.max_model_len - DECODE_STEPS - SHORT - 2
-            context = min(self._mixed[-1], longest, pool // 2)
+            context = min(self._mixed[-1], self._longest, self._pool // 2)
             shared = self._prompt(context)
             told(f"decode with contexts of {context}")
             self._run(recorder, [shared], 1)
-            for n in [n for n in rows if n <= 8]:
+            for n in [n for n in self._decode if n <= 8]:
                 # The prefix is in the cache: contexts that cost no prefill.
                 prompts = [shared + self._prompt(SHORT) for _ in range(n)]
                 self._run(recorder, prompts, DECODE_STEPS)
             for tokens in self._mixed:
                 told(f"prefill {tokens} tokens")
-                length = min(tokens, longest)
-                self._run(recorder, [self._prompt(length)], 1)
+                length = min(tokens, self._longest)
+                prompts = [self._prompt(length) for _ in range(2)]
+                behind = min(length, self._longest - context)
+                if behind > SHORT and context + behind <= self._pool:
+                    prompts.append(shared + self._prompt(behind))
+                self._one_a_step(recorder, prompts)
                 self._run(recorder, [self._prompt(max(1, length // 2)) for _ in range(2)], 1)
-                behind = min(length, longest - context)
-                if behind > SHORT and context + behind <= pool:
-                    self._run(recorder, [shared + self._prompt(behind)], 1)
             told("prefill beside decodes")
             for tokens in self._mixed:
-                self._beside(recorder, min(8, rows[-1]), min(tokens - 8, longest))
+                self._beside(recorder, min(8, self._decode[-1]), min(tokens - 8, self._longest))
         finally:
             recorder.close()
         self.samples += recorder.samples
@@ -111,6 +119,14 @@ class Calibration:
         for prompt in prompts:
             self._names += 1
             self.core.add_request(engine_request(f"c{self._names}", prompt, output_len))
+        self._drain(recorder)
+
+    def _one_a_step(self, recorder: Recorder, prompts: list[Prompt]) -> None:
+        """Each prompt is a step, planned while the one before it runs."""
+        for prompt in prompts:
+            self._names += 1
+            self.core.add_request(engine_request(f"c{self._names}", prompt, 1))
+            recorder.step()
         self._drain(recorder)
 
     def _beside(self, recorder: Recorder, rows: int, length: int) -> None:

@@ -62,6 +62,7 @@ def check(
     clock = clock or WallClock()
     # No workload has more rows; a step has more tokens only where arrivals pile up.
     calibration = Calibration(core, most_rows=12, most_tokens=512, clock=clock)
+    calibration.warm()
     before = _measured(calibration, told)
     chosen = cases()
     chosen = [_paced(case, before.table()) if case.paced else case for case in chosen]

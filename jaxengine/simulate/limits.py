@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from jaxengine.bench.datasets import BenchRequest
+from jaxengine.bench.summary import METRICS
 from jaxengine.simulate.cluster import Cluster, simulate
 from jaxengine.simulate.outcome import Outcome
-from jaxengine.simulate.results import METRICS, latencies, summarize
+from jaxengine.simulate.results import latencies, summarize
 from jaxengine.simulate.workload import faster
 
 DOUBLINGS, BISECTIONS = 14, 5
@@ -34,8 +35,9 @@ class Slo:
         ]
         return [*bad, "failed"] if figures["failed"] else bad
 
-    def goodput(self, outcome: Outcome) -> float:
-        """Requests a second that kept every level."""
+    def goodput(self, outcome: Outcome) -> dict[str, float]:
+        """Requests a second that kept every level, and their share, as `bench serve` counts
+        them; levels of ITL are not those of a request and do not count."""
         good = [r for r in outcome.records if r.error is None and r.times]
         times = latencies(good)
         kept = np.ones(len(good), bool)
@@ -43,7 +45,11 @@ class Slo:
         for name in ("ttft", "e2el"):
             kept &= 1e3 * times[name] <= self.levels.get(name, np.inf)
         kept[decodes] &= 1e3 * times["tpot"] <= self.levels.get("tpot", np.inf)
-        return float(kept.sum()) / (outcome.seconds or 1e-9)
+        met = float(kept.sum())
+        return {
+            "request_goodput": met / (outcome.seconds or 1e-9),
+            "good_share": met / max(1, len(outcome.records)),
+        }
 
 
 def parse_slo(words: Sequence[str], percentile: int = 90) -> Slo:
@@ -112,7 +118,7 @@ def find_limit(
             cluster, faster(requests, factor), max_concurrency=max_concurrency, seed=seed
         )
         figures = summarize(outcome)
-        figures["request_goodput"] = slo.goodput(outcome)
+        figures |= slo.goodput(outcome)
         one = Try(factor, len(requests) * factor / span, slo.violated(figures), figures)
         tries.append(one)
         told(one)

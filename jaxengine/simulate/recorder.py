@@ -21,6 +21,9 @@ from jaxengine.simulate.cost import StepShape
 from jaxengine.simulate.outcome import Outcome, RankFigures, Record
 from jaxengine.simulate.table import Sample, Work
 
+# A result that took less than this share of its step to come was there before it was asked for.
+WAITED = 0.05
+
 
 @dataclass
 class _Step:
@@ -30,6 +33,7 @@ class _Step:
     submitted: float
     done: float = 0.0
     device_s: float = 0.0
+    exact: bool = False  # the host was there when the device began and ended the step
 
 
 class Recorder:
@@ -44,6 +48,7 @@ class Recorder:
         self._flight: deque[_Step] = deque()
         self._finished: _Step | None = None
         self._last_done = 0.0
+        self._waited = False
         assert isinstance(core.scheduler, Scheduler)
         self._schedule = core.scheduler.schedule
         self._submit, self._result = core.executor.submit, core.executor.result
@@ -65,12 +70,21 @@ class Recorder:
         if step is not None:
             bucket = step.batch.bucket
             work = Work.of(step.shape, bucket, self._rows_per_turn, step.batch.sampler_rows)
+            counts = step.shape.counts
             self.samples.append(
                 Sample(
-                    bucket.tokens, bucket.decode_only, step.shape.rows, work,
-                    step.plan_s, step.device_s, self._now() - step.done,
+                    bucket.tokens,
+                    bucket.decode_only,
+                    step.shape.rows,
+                    len(counts),
+                    int(counts.sum()),
+                    work,
+                    step.plan_s,
+                    step.device_s,
+                    self._now() - step.done,
+                    step.exact,
                 )
-            )  # fmt: skip
+            )
         return outputs
 
     def _scheduled(self) -> StepPlan | None:
@@ -89,12 +103,15 @@ class Recorder:
         return handle
 
     def _resulted(self, handle: Any) -> list[StepResult]:
+        began = self._now()
         results = self._result(handle)
         step = self._flight.popleft()
         step.done = self._now()
         # In a pipeline a step's share is the time since the one before it.
         step.device_s = step.done - max(step.submitted, self._last_done)
-        self._last_done = step.done
+        waited = step.done - began > WAITED * step.device_s
+        step.exact = waited and (self._waited or step.submitted >= self._last_done)
+        self._last_done, self._waited = step.done, waited
         self._finished = step
         return results
 

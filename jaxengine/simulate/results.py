@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.bench.summary import spread, table
 from jaxengine.simulate.outcome import Outcome, Record
 
 PERCENTILES = (50, 90, 99)
-METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 def summarize(outcome: Outcome) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
         "total_token_throughput": (output + prompt) / seconds,
     }
     for name, values in latencies(good).items():
-        figures |= spread(name, values)
+        figures |= spread(name, (1e3 * values).tolist(), PERCENTILES)
     return {**figures, "engine": engine_figures(outcome)}
 
 
@@ -46,16 +46,6 @@ def latencies(good: list[Record]) -> dict[str, np.ndarray[Any, np.dtype[np.float
         "itl": np.concatenate([np.diff(t) for t in several]) if several else np.zeros(0),
         "e2el": np.array([t[-1] - r.arrival for r, t in zip(good, times, strict=True)]),
     }
-
-
-def spread(name: str, seconds: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
-    """mean_NAME_ms, median_, std_ and pNN_; nothing where there are no values."""
-    if not len(seconds):
-        return {}
-    values = 1e3 * seconds
-    found = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
-    found |= {f"p{p}": np.percentile(values, p) for p in PERCENTILES}
-    return {f"{key}_{name}_ms": float(value) for key, value in found.items()}
 
 
 def engine_figures(outcome: Outcome) -> dict[str, Any]:
@@ -134,19 +124,7 @@ def _skew(counts: list[int]) -> float:
 def lines(figures: dict[str, Any]) -> list[str]:
     """The figures for a terminal."""
     engine = figures["engine"]
-    failed = f", {figures['failed']} failed" if figures["failed"] else ""
-    out = [f"{figures['completed']} requests in {figures['duration']:.2f} virtual s{failed}"]
-    out += [f"  {error}" for error in figures["errors"]]
-    out.append(
-        f"{figures['request_throughput']:.2f} requests/s, {figures['output_throughput']:.0f} "
-        f"output tokens/s, {figures['total_token_throughput']:.0f} tokens/s in all"
-    )
-    heads = ["mean", *(f"p{p}" for p in PERCENTILES)]
-    out.append(f"{'ms':<6}" + "".join(f"{head:>11}" for head in heads))
-    for name in METRICS:
-        cells = [figures.get(f"{head}_{name}_ms") for head in heads]
-        if None not in cells:
-            out.append(f"{name.upper():<6}" + "".join(f"{value:>11.2f}" for value in cells))
+    out = table(figures)
     out += [
         f"ranks {engine['ranks']}: device busy {engine['device_utilisation']:.0%} "
         f"({engine['device_utilisation_min']:.0%} to {engine['device_utilisation_max']:.0%}), "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,13 @@ class Sample:
     bucket_tokens: int
     decode_only: bool
     rows: int
+    prefill_rows: int
+    prefill_tokens: int
     work: Work
     plan_s: float
     device_s: float
     finish_s: float
+    exact: bool = True  # False: the device's time is no more than about right
 
 
 @dataclass(frozen=True)
@@ -74,15 +77,12 @@ class Table:
     decode_token_s: float
     prefill_pair_s: float
     sampler_row_s: float
-    plan_s: float
-    plan_row_s: float
-    finish_s: float
-    finish_row_s: float
+    plan_s: tuple[float, ...]  # of a step, of its rows, prefill rows, prefill tokens
+    finish_s: tuple[float, ...]  # of a step, of its rows
     byte_s: float  # of a copy between device and host memory
     num_samples: int = 0
-    # Median of |measured / fitted - 1| over the samples.
-    residual: float = 0.0
-    page_bytes: tuple[int, ...] = field(default=(1,))
+    residual: float = 0.0  # median of |measured / fitted - 1| over the samples
+    page_bytes: tuple[int, ...] = (1,)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -102,11 +102,12 @@ class Table:
         device += self.decode_token_s * work.decode_tokens
         device += self.prefill_pair_s * work.prefill_pairs
         device += self.sampler_row_s * work.sampler_rows
+        host = (1, shape.rows, len(shape.counts), int(shape.counts.sum()))
         return StepCost(
-            self.plan_s + self.plan_row_s * shape.rows,
+            sum(s * n for s, n in zip(self.plan_s, host, strict=True)),
             device,
-            self.finish_s + self.finish_row_s * shape.rows,
-            "prefill" if len(shape.counts) else "decode",
+            sum(s * n for s, n in zip(self.finish_s, host[:2], strict=True)),
+            "decode" if decode_only else "prefill",
         )
 
     def transfer(self, num_bytes: int) -> float:
@@ -136,7 +137,8 @@ def load_table(path: str | Path) -> Table:
     try:
         for name in ("decode", "mixed"):
             fields[name] = {int(tokens): float(s) for tokens, s in fields[name].items()}
-        fields["page_bytes"] = tuple(fields["page_bytes"])
+        for name in ("page_bytes", "plan_s", "finish_s"):
+            fields[name] = tuple(fields[name])
         return Table(**fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"table {path} is damaged: {error}") from None
@@ -153,26 +155,41 @@ def interpolate(points: dict[int, float], at: int) -> float:
 def fit(samples: Sequence[Sample]) -> dict[str, Any]:
     """The table's times from measured steps: least squares of relative errors, none negative.
 
-    The slowest steps of a shape are left out: a busy machine makes some last for several times
-    the usual. Raises ValueError for a kind of step that was not measured.
+    Steps of a kind count by their mean, without those that took twice the median: a busy machine
+    makes some last for several times the usual. Steps whose end the host did not wait for count
+    only where their shape has no others. Raises ValueError when decode steps or steps with
+    prefill are missing.
     """
-    kept = _without_outliers(samples)
-    kinds = sorted({(s.decode_only, s.bucket_tokens) for s in kept})
+    groups: dict[tuple[Any, ...], list[Sample]] = {}
+    exact = {(s.decode_only, s.bucket_tokens) for s in samples if s.exact}
+    for s in samples:
+        if not s.exact and (s.decode_only, s.bucket_tokens) in exact:
+            continue
+        key = (s.decode_only, s.bucket_tokens, s.rows, s.prefill_rows, s.prefill_tokens, s.work)
+        groups.setdefault(key, []).append(s)
+    points = list(groups.values())
+    kinds = sorted({(s.decode_only, s.bucket_tokens) for s in samples})
     if not any(decode for decode, _ in kinds) or all(decode for decode, _ in kinds):
         raise ValueError("both decode steps and steps with prefill must be measured")
     column = {kind: i for i, kind in enumerate(kinds)}
-    matrix = np.zeros((len(kept), len(kinds) + 3))
-    for row, s in enumerate(kept):
+    matrix = np.zeros((len(points), len(kinds) + 3))
+    host = np.zeros((len(points), 4))
+    for row, group in enumerate(points):
+        s, work = group[0], group[0].work
         matrix[row, column[s.decode_only, s.bucket_tokens]] = 1
-        work = s.work
         matrix[row, len(kinds) :] = work.decode_tokens, work.prefill_pairs, work.sampler_rows
-    device = np.array([s.device_s for s in kept])
-    found = _non_negative(matrix / device[:, None], np.ones(len(kept)))
-    rows = np.array([s.rows for s in kept], np.float64)
-    line = np.stack([np.ones(len(kept)), rows], 1)
-    plan = _non_negative(line, np.array([s.plan_s for s in kept]))
-    finish = _non_negative(line, np.array([s.finish_s for s in kept]))
-    residual = np.abs(device / np.maximum(matrix @ found, 1e-12) - 1)
+        host[row] = 1, s.rows, s.prefill_rows, s.prefill_tokens
+    weight = np.sqrt([len(group) for group in points])
+    device = _typical(points, "device_s")
+    found = _solve(matrix, device, weight)
+    plan = _solve(host, _typical(points, "plan_s"), weight)
+    finish = _solve(host[:, :2], _typical(points, "finish_s"), weight)
+    expected = matrix @ found
+    off = [
+        abs(s.device_s / max(expected[row], 1e-12) - 1)
+        for row, group in enumerate(points)
+        for s in group
+    ]
     times = {kind: float(found[i]) for kind, i in column.items()}
     return {
         "decode": {n: s for (decode, n), s in times.items() if decode},
@@ -180,26 +197,26 @@ def fit(samples: Sequence[Sample]) -> dict[str, Any]:
         "decode_token_s": float(found[-3]),
         "prefill_pair_s": float(found[-2]),
         "sampler_row_s": float(found[-1]),
-        "plan_s": float(plan[0]),
-        "plan_row_s": float(plan[1]),
-        "finish_s": float(finish[0]),
-        "finish_row_s": float(finish[1]),
-        "num_samples": len(kept),
-        "residual": float(np.median(residual)),
+        "plan_s": tuple(map(float, plan)),
+        "finish_s": tuple(map(float, finish)),
+        "num_samples": len(samples),
+        "residual": float(np.median(off)),
     }
 
 
-def _without_outliers(samples: Sequence[Sample], most: float = 2.0) -> list[Sample]:
-    """Without steps above `most` times the median of their bucket and work."""
-    groups: dict[tuple[Any, ...], list[Sample]] = {}
-    for s in samples:
-        groups.setdefault((s.decode_only, s.bucket_tokens, s.work), []).append(s)
-    return [
-        s
-        for group in groups.values()
-        for s in group
-        if s.device_s <= most * float(np.median([one.device_s for one in group]))
-    ]
+def _typical(points: Sequence[Sequence[Sample]], name: str, most: float = 2.0) -> Any:
+    """Mean of each group, without what is above `most` times its median."""
+    means = []
+    for group in points:
+        values = np.array([getattr(s, name) for s in group])
+        means.append(values[values <= most * np.median(values)].mean())
+    return np.array(means)
+
+
+def _solve(matrix: Any, values: Any, weight: Any) -> Any:
+    """Weighted least squares of relative errors."""
+    scale = weight / np.maximum(values, 1e-12)
+    return _non_negative(matrix * scale[:, None], values * scale)
 
 
 def _non_negative(matrix: Any, values: Any) -> Any:

@@ -50,13 +50,15 @@ def samples() -> list[Sample]:
         for context in (128, 256, 1024):
             work = Work(tokens * context, 0, 0)
             device = 0.01 * tokens + 1e-6 * work.decode_tokens
-            one = Sample(tokens, True, tokens, work, 1e-3 + 1e-4 * tokens, device, 2e-3)
+            plan = 1e-3 + 1e-4 * tokens
+            one = Sample(tokens, True, tokens, 0, 0, work, plan, device, 2e-3)
             found += [one] * 5 + [dataclasses.replace(one, device_s=5 * device)]
     for tokens in (64, 128):
         for pairs, rows in ((128 * 128, 1), (128 * 512, 1), (128 * 128, 8)):
             work = Work(0, pairs, rows)
             device = 0.02 * tokens + 3e-7 * pairs + 1e-3 * rows
-            found.append(Sample(tokens, False, rows, work, 1e-3 + 1e-4 * rows, device, 2e-3))
+            plan = 1e-3 + 1e-4 * rows + 1e-5 * tokens
+            found.append(Sample(tokens, False, rows, 1, tokens, work, plan, device, 2e-3))
     return found
 
 
@@ -79,8 +81,8 @@ def test_the_fit_finds_the_device() -> None:
     assert found["decode_token_s"] == pytest.approx(1e-6)
     assert found["prefill_pair_s"] == pytest.approx(3e-7)
     assert found["sampler_row_s"] == pytest.approx(1e-3)
-    assert (found["plan_s"], found["plan_row_s"]) == pytest.approx((1e-3, 1e-4))
-    assert found["finish_row_s"] == pytest.approx(0, abs=1e-9)
+    assert found["plan_s"] == pytest.approx((1e-3, 1e-4, 0, 1e-5), abs=1e-9)
+    assert found["finish_s"] == pytest.approx((2e-3, 0), abs=1e-9)
     assert found["residual"] == pytest.approx(0, abs=1e-6)
     with pytest.raises(ValueError, match="prefill"):
         fit([s for s in samples() if s.decode_only])
@@ -88,9 +90,9 @@ def test_the_fit_finds_the_device() -> None:
 
 def test_no_fitted_time_is_negative() -> None:
     """Steps that get shorter with their context cannot be: the slope is 0 then."""
-    odd = [Sample(1, True, 1, Work(128 * i, 0, 0), 1e-3, 0.02 / i, 1e-3) for i in range(1, 5)] + [
-        Sample(64, False, 1, Work(0, 128, 1), 1e-3, 0.1, 1e-3)
-    ]
+    odd = [
+        Sample(1, True, 1, 0, 0, Work(128 * i, 0, 0), 1e-3, 0.02 / i, 1e-3) for i in range(1, 5)
+    ] + [Sample(64, False, 1, 1, 64, Work(0, 128, 1), 1e-3, 0.1, 1e-3)]
     found = fit(odd)
     assert found["decode_token_s"] == 0.0 and found["decode"][1] > 0
 

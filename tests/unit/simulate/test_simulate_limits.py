@@ -10,7 +10,8 @@ from jaxengine.simulate.cluster import Cluster, simulate
 from jaxengine.simulate.limits import Slo, diagnose, find_limit, lines, parse_slo
 from jaxengine.simulate.workload import fixed_requests
 
-REQUESTS = with_arrivals(fixed_requests(40, 16, 8), arrivals(40, 0.02))
+REQUESTS = with_arrivals(fixed_requests(24, 16, 8), arrivals(24, 0.04))
+FEW = requests_at([0.0, 30.0, 60.0], 16, 2)
 
 LIMITS = {
     "slots": cluster(max_num_seqs=2),
@@ -35,20 +36,20 @@ def test_names_what_binds(name: str) -> None:
 def test_names_the_balancer() -> None:
     """All prompts begin alike and stay together, while other ranks have little to do."""
     made = cluster(ranks=4, max_num_seqs=1, affinity="prefix")
-    requests = with_arrivals(fixed_requests(30, 4, 4, prefix_len=64), [2.0 * i for i in range(30)])
+    requests = with_arrivals(fixed_requests(16, 4, 4, prefix_len=64), [2.0 * i for i in range(16)])
     found = find_limit(made, requests, Slo({"ttft": 10_000}))
     assert found.limit is not None and found.limit.name == "balancer"
 
 
 def test_steps_that_are_too_long() -> None:
     slo = Slo({"tpot": 500})
-    found = find_limit(cluster(), REQUESTS, slo)
+    found = find_limit(cluster(), FEW, slo)
     assert found.best is None and found.limit is not None
     assert found.limit.name in ("compute", "bursts")
 
 
 def test_nothing_breaks() -> None:
-    found = find_limit(cluster(max_num_seqs=64), REQUESTS, Slo({"tpot": 1e9}))
+    found = find_limit(cluster(max_num_seqs=64), FEW, Slo({"tpot": 1e9}))
     assert found.limit is None and found.best is not None
 
 
@@ -60,8 +61,9 @@ def test_a_rate_is_needed() -> None:
 def test_goodput_counts_who_keeps_every_level() -> None:
     outcome = simulate(cluster(max_num_seqs=1), fixed_requests(3, 4, 2))
     # First tokens after 1, 3 and 5 seconds, all over after 6.
-    assert Slo({"ttft": 3000, "tpot": 1000}).goodput(outcome) == pytest.approx(2 / 6)
-    assert Slo({"tpot": 999}).goodput(outcome) == 0.0
+    goodput = Slo({"ttft": 3000, "tpot": 1000}).goodput(outcome)
+    assert goodput == {"request_goodput": pytest.approx(2 / 6), "good_share": pytest.approx(2 / 3)}
+    assert Slo({"tpot": 999}).goodput(outcome)["good_share"] == 0.0
 
 
 def test_rules_look_at_one_run() -> None:
