@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import tomllib
 
 import pytest
 from pages import ROOT, read
@@ -38,6 +39,19 @@ def test_a_changed_field_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {**reference._ENVIRONMENT, "NEW_VARIABLE": "What it does."}
     monkeypatch.setattr(reference, "_ENVIRONMENT", changed)
     assert read("docs/configuration.md") != reference.configuration()
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = read("docs/README.md")
+    pages = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
+    assert [name for name in pages if f"]({name})" not in index] == []
+    assert "](docs/README.md)" in read("README.md")
+
+
+def test_every_extra_is_on_the_install_page() -> None:
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    page = read("docs/install.md")
+    assert [name for name in extras if f"`{name}`" not in page and f"[{name}]" not in page] == []
 
 
 def test_environment_is_of_the_code() -> None:
