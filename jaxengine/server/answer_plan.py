@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from jaxengine.engine.async_llm import AsyncLLM
 from jaxengine.frontend.reasoning import FINAL, Start, thinking_start
+from jaxengine.frontend.tokenizer import Tokenizer
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answers import Style, is_harmony, make_parser, markers
 from jaxengine.server.errors import ApiError
@@ -36,15 +38,24 @@ def plan_answer(
     if tools.enforced:
         constraint = enforced_calls(tools)
     elif tools.mode == "auto" and (constraint is not None or tools.strict):
-        constraint, ours = free_calls(tools, constraint, config.tool_call_parser or ""), True
+        parser = config.tool_call_parser or ""
+        constraint, ours = free_calls(tools, constraint, parser, _token_ids(tokenizer)), True
     special = [
         m for m in markers(config, tools) if tokenizer.tk.token_to_id(m) in tokenizer.special_ids
     ]
     start: Start = "outside"
     thinking: Start | None = None
     if is_harmony(config):
-        thinking = "maybe" if constraint is None else "outside"
-        if constraint is not None and not body.continue_final_message:
+        if ours and body.continue_final_message:
+            raise ApiError(
+                400,
+                "a form of the answer or of its calls cannot be enforced beside tools when "
+                "continue_final_message is set",
+                param="continue_final_message",
+            )
+        final = constraint is not None and not ours
+        thinking = "outside" if final else "maybe"
+        if final and not body.continue_final_message:
             prompt += FINAL
     elif config.reasoning_parser is not None:
         start = thinking_start(config.reasoning_parser, prompt, _continued(body))
@@ -60,7 +71,7 @@ def plan_answer(
     params = replace(params, structured_outputs=constraint)
     if special:
         params = replace(params, skip_special_tokens=False)
-    constrained = constraint is not None
+    constrained = constraint is not None and not ours
     style = Style(
         lambda: make_parser(config, tools, start, constrained),
         reasoning=body.include_reasoning is not False,
@@ -69,6 +80,14 @@ def plan_answer(
         short_ids=config.tool_call_parser == "mistral",
     )
     return AnswerPlan(params, prompt, style, thinking or start)
+
+
+def _token_ids(tokenizer: Tokenizer) -> Callable[[str], int | None]:
+    def token_id(text: str) -> int | None:
+        found = tokenizer.tk.token_to_id(text)
+        return found if found in tokenizer.special_ids else None
+
+    return token_id
 
 
 def _continued(body: ChatBody) -> str:

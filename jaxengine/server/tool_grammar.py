@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
+from jaxengine.config import HARMONY_PARSERS
 from jaxengine.frontend.reasoning import Start
 from jaxengine.frontend.tools.hermes import BEGIN, END
 from jaxengine.sampling_params import StructuredOutputsParams
+from jaxengine.server.call_grammars import MAKERS, Calls
 from jaxengine.server.errors import ApiError
 from jaxengine.server.tools import ToolChoice
 from jaxengine.structured.schema import parse_schema
@@ -22,6 +25,8 @@ _FORMS = {
     "qwen3": (BEGIN, "arguments", END),
     "llama3_json": ("", "parameters", ""),
 }
+# of the other parsers, those whose calls an answer of any form can stand beside
+_CLEAR = ("mistral", "qwen3_coder", *HARMONY_PARSERS)
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 # keywords whose values are data, not schemas: a "$ref" in there is no reference
 _DATA = ("const", "enum", "default", "examples")
@@ -59,20 +64,31 @@ def enforced_calls(choice: ToolChoice) -> StructuredOutputsParams:
 
 
 def free_calls(
-    choice: ToolChoice, answer: StructuredOutputsParams | None, parser: str
+    choice: ToolChoice,
+    answer: StructuredOutputsParams | None,
+    parser: str,
+    token_id: Callable[[str], int | None] = lambda _: None,
 ) -> StructuredOutputsParams:
     """tool_choice "auto": calls as `parser` reads them, their arguments as their schemas say;
-    beside them any text, or instead of them an `answer` of the given form. Raises ApiError 400."""
+    beside them any text, or instead of them an `answer` of the given form. `token_id`: the id of a
+    marker that is a special token of the model. Raises ApiError 400."""
     form = _FORMS.get(parser)
-    if form is None or (answer is not None and not form[0]):  # JSON against JSON is no choice
-        what = "a form of the answer" if answer is not None else "strict tools"
-        known = [name for name, (begin, *_) in _FORMS.items() if begin or answer is None]
+    if answer is not None and (form is None or not form[0]) and parser not in _CLEAR:
         raise ApiError(
             400,
-            f'{what} beside tool_choice "auto" can be enforced with the parsers '
-            f"{', '.join(known)} only, not with {parser}",
-            param="tool_choice" if answer is not None else "tools",
+            'a form of the answer beside tool_choice "auto" cannot be enforced with the parser '
+            f"{parser}: its calls cannot be told from an answer by how they begin",
+            param="tool_choice",
         )
+    if form is None:
+        names = [tool["function"]["name"] for tool in choice.tools]
+        schemas = [
+            schema if tool["function"].get("strict") else None
+            for tool, schema in zip(choice.tools, _schemas(choice, lenient=True), strict=True)
+        ]
+        found = Calls(list(zip(names, schemas, strict=True)), choice.parallel, token_id)
+        start = MAKERS[parser](found, None if answer is None else _expression(answer))
+        return StructuredOutputsParams(grammar="\n".join([*found.rules, f"start: {start}"]) + "\n")
     begin, key, end = form
     heads = [f'{{"name": {json.dumps(t["function"]["name"])}, "{key}": ' for t in choice.tools]
     body = " | ".join(

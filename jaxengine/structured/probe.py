@@ -10,6 +10,7 @@ One line of JSON in: {"kind", "text", "seconds"}; one line out: {"grammar"} or {
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import sys
@@ -19,6 +20,7 @@ import llguidance
 
 MEMORY_BYTES = 4 << 30
 BYTES = 256
+_TOKEN = re.compile(r"<\[\d+\]>")
 JSON_OPTIONS: Any = {
     # No whitespace: unlimited runs of it are legal JSON, and models get stuck in them.
     "whitespace_flexible": False,
@@ -56,10 +58,13 @@ def to_grammar(kind: Any, text: str) -> str:
 
 def build(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> dict[str, str]:
     try:
-        grammar = to_grammar(kind, text)
+        grammar = probed = to_grammar(kind, text)
+        if kind == "grammar" and _TOKEN.search(text):
+            # a token by its number: this small tokenizer has only one that is no byte
+            probed = to_grammar(kind, _TOKEN.sub(f"<[{BYTES}]>", text))
     except (ValueError, RecursionError) as e:
         return {"error": str(e) or "it is nested too deep"}
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    matcher = llguidance.LLMatcher(tokenizer, probed, log_level=0, limits=limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
