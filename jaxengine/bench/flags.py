@@ -9,6 +9,7 @@ from typing import Any
 
 import cyclopts
 
+from jaxengine.cli.options import Options, check, split_argv
 from jaxengine.config import PARTS, EngineConfig
 
 _ENGINE = "The engine's flags (jaxengine serve --help) are taken too, e.g. --block-size 32."
@@ -75,18 +76,16 @@ def parse_with_engine(
     return args, engine_settings(rest)
 
 
+def _read_options(*, options: Options | None = None) -> Options:
+    return options or Options()
+
+
 def engine_settings(words: Sequence[str]) -> dict[str, Any]:
     """Settings that differ from their defaults, as keywords of EngineConfig.of."""
     if not words:
         return {}
-    from jaxengine.cli.options import Options, split_argv
-
     app = cyclopts.App(help_flags=[], version_flags=[])
-
-    @app.default
-    def read(*, options: Options | None = None) -> Options:
-        return options or Options()
-
+    app.default(_read_options)
     words, config = split_argv(list(words))
     if config is not None:
         raise ValueError("a bench takes no --config; give the engine's settings as flags")
@@ -105,5 +104,8 @@ def engine_settings(words: Sequence[str]) -> dict[str, Any]:
 
 
 def engine_config(settings: dict[str, Any], **wanted: Any) -> EngineConfig:
-    """The engine of a bench: what the bench wants, and above it what the user gave."""
-    return EngineConfig.of(**{**wanted, **settings})
+    """The engine of a bench: what the bench wants, and above it what the user gave. Raises
+    ValueError for a value out of range."""
+    config = EngineConfig.of(**{**wanted, **settings})
+    check(config)
+    return config

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
 
 _MARK = " at http://"  # of the line that serve prints when it is ready
 
@@ -36,3 +40,14 @@ def serving(
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def peak_rss_mib(pid: int) -> float:
+    """Peak resident memory of a process and its children, summed, in MiB."""
+    total = 0.0
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            status = Path(f"/proc/{process.pid}/status")
+            peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+            total += int(peak[1]) * 1024 if peak else process.memory_info().rss
+    return total / 2**20
