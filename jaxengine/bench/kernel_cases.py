@@ -75,7 +75,8 @@ def backends() -> list[str]:
 
 
 def _random(shape: tuple[int, ...], dtype: str, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
 def _tables(s: Sizes) -> tuple[int, jax.Array]:
@@ -225,13 +226,13 @@ def matmul(s: Sizes) -> Iterator[KernelCase]:
         moved + weights * s.itemsize,
     )  # fmt: skip
     yield KernelCase(
-        "matmul", "xla, int8 both", lambda x, *w: linear(x, w), (x, *quantize(w)), flops,
+        "matmul", "xla, int8 both", lambda x, *w: linear(x, w), (x, *jax.jit(quantize)(w)), flops,
         moved + weights + 4 * s.ffn,
     )  # fmt: skip
     for kind, size in (("int8", 1.0), ("int4", 0.5), ("fp8", 1.0)):
         if kind == "int4" and s.hidden % 128:
             continue
-        packed = quantise(w, kind)
+        packed = jax.jit(quantise, static_argnums=1)(w, kind)
         nbytes = moved + weights * size + packed.scale.nbytes
         for name in backends():
 

@@ -16,13 +16,17 @@ import psutil
 _MARK = " at http://"  # of the line that serve prints when it is ready
 
 
+class ServerStartError(ValueError):
+    """A server ended before it was ready; it has said why."""
+
+
 @contextlib.contextmanager
 def serving(
     flags: Sequence[str], env: dict[str, str] | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The address and process of a server that is ready; it is stopped afterwards.
 
-    Raises RuntimeError when it ends before it is ready.
+    Raises ServerStartError.
     """
     command = [sys.executable, "-m", "jaxengine.cli.main", "serve", *flags, "--port", "0"]
     with subprocess.Popen(
@@ -32,7 +36,7 @@ def serving(
         try:
             line = next((x for x in process.stdout if _MARK in x), None)
             if line is None:
-                raise RuntimeError(f"jaxengine serve {' '.join(flags)} did not start")
+                raise ServerStartError(f"jaxengine serve {' '.join(flags)} did not start")
             yield "http://" + line.split(_MARK)[1].split(";")[0].strip(), process
         finally:
             process.send_signal(signal.SIGTERM)

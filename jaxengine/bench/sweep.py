@@ -31,7 +31,7 @@ import yaml
 from jaxengine.bench import results
 from jaxengine.bench.flags import new_parser, positive
 from jaxengine.bench.flatten import flatten
-from jaxengine.bench.local_server import serving
+from jaxengine.bench.local_server import ServerStartError, serving
 from jaxengine.cli.bench import BENCHES
 
 _KEYS = {"bench", "flags", "lists", "server", "server-lists"}
@@ -147,7 +147,7 @@ def _run_cells(
             for own in cells:
                 path = cell_file(folder, plan, server, own)
                 _run_cell(path, plan, server, own, more, timeout)
-    except RuntimeError as error:  # the server does not start: none of its cells can run
+    except ServerStartError as error:  # none of its cells can run
         for own in cells:
             _fail(cell_file(folder, plan, server, own), server | own, str(error))
 
