@@ -17,7 +17,15 @@ from jaxengine.vllm_names import keyword_problem, without_unneeded
 log = logging.getLogger(__name__)
 
 ToolCallParser = Literal[
-    "gpt-oss", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3", "qwen3_coder"
+    "gpt-oss",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "openai",
+    "pythonic",
+    "qwen3",
+    "qwen3_coder",
+    "qwen3_xml",
 ]
 ReasoningParser = Literal["deepseek_r1", "gpt-oss", "openai_gptoss", "qwen3"]
 HARMONY_PARSERS = ("gpt-oss", "openai", "openai_gptoss")  # of either kind: one format has both
@@ -45,6 +53,9 @@ class ModelConfig:
     """Most log-probabilities a request may ask for at one position; -1 = the whole vocabulary."""
     generation_config: str = "auto"
     """auto: sampling defaults of the model's generation_config.json; engine: ours."""
+    override_generation_config: str | dict[str, Any] | None = None
+    """JSON: sampling defaults over those: temperature, top_p, top_k, min_p, repetition_penalty,
+    max_new_tokens."""
     chat_template: str | None = None
     """File (or text) of a Jinja chat template that replaces the model's."""
     trust_request_chat_template: bool = False
@@ -253,6 +264,15 @@ class ServerConfig:
     """JSON: variables of the chat template that requests do not set (chat_template_kwargs)."""
     exclude_tools_when_tool_choice_none: bool = False
     """Leave the tools out of the prompt when tool_choice is none."""
+    enable_force_include_usage: bool = False
+    """Streams end with the usage, whether stream_options asks for it or not."""
+    sse_keep_alive_interval: float = 0.0
+    """Seconds of silence after which a stream gets a comment, for proxies that cut silent
+    connections; 0: never. A failure after that time comes as an event, behind the status 200."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Serve GET /tokenizer_info: the tokenizer's end tokens, added tokens and chat template."""
+    disable_fastapi_docs: bool = False
+    """No /docs, /redoc and /openapi.json."""
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector (OTLP over HTTP) for a span of every request; needs the
     extra otel."""

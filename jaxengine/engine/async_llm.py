@@ -99,6 +99,7 @@ class AsyncLLM:
         self._dead: EngineDeadError | None = None
         self._death = asyncio.Event()
         self._closing = False
+        self._noticed = False
         self._task: asyncio.Task[None] | None = None
         self._processor: InputProcessor
         self._in_flight: InFlight | None = None
@@ -176,6 +177,7 @@ class AsyncLLM:
         """
         in_flight = self.check()
         self._group.placer.check(placement)
+        self._notice(priority)
         arrival = time.time()
         clock = time.monotonic()
         request_id = request_id or uuid.uuid4().hex
@@ -202,6 +204,12 @@ class AsyncLLM:
             self.metrics.rejected()
             raise OverloadedError(str(error)) from None
         return in_flight.add(processed, request_id, kind, clock, placement)
+
+    def _notice(self, priority: int) -> None:
+        """Say once that requests have priorities that nobody looks at."""
+        if priority and not self._noticed and self.config.scheduler.scheduling_policy == "fcfs":
+            self._noticed = True
+            log.warning("priority changes nothing: the scheduling policy is fcfs")
 
     async def generate(
         self,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.frontend.processor import Prompt
+from jaxengine.frontend.processor import Prompt, generation_override
 from jaxengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def load_front(config: EngineConfig, skip_tokenizer: bool = False) -> FrontModel
     defaults = {} if model.generation_config == "engine" else dict(files.generation_config)
     if defaults:
         log.info("sampling defaults of the model's generation_config: %s", defaults)
+    defaults |= generation_override(model.override_generation_config)
     return FrontModel(tokenizer, template, defaults)
 
 

@@ -30,7 +30,12 @@ from jaxengine.frontend.pooling import (
     pooling_params,
     pooling_settings,
 )
-from jaxengine.frontend.processor import InputProcessor, ProcessedRequest, Prompt
+from jaxengine.frontend.processor import (
+    InputProcessor,
+    ProcessedRequest,
+    Prompt,
+    generation_override,
+)
 from jaxengine.frontend.validation import Limits, RequestError
 from jaxengine.sampling_params import SamplingParams
 
@@ -81,7 +86,8 @@ class LLM:
 
             tokenizer = load_tokenizer(files, config.model.tokenizer)
         defaults = files.generation_config if config.model.generation_config == "auto" else {}
-        self._init(EngineCore(config), tokenizer, config, defaults)
+        override = generation_override(config.model.override_generation_config)
+        self._init(EngineCore(config), tokenizer, config, {**defaults, **override})
 
     @classmethod
     def from_core(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,6 +61,30 @@ def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     if generation_config.get("max_new_tokens") is not None:
         given["max_tokens"] = generation_config["max_new_tokens"]
     return SamplingParams(**given)
+
+
+def generation_override(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """--override-generation-config as a mapping. Raises ValueError naming it, for a value that no
+    request could have too."""
+    name = "override_generation_config"
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"{name} is not valid JSON: {error}") from None
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name} must be a JSON object")
+    known = (*_DEFAULTS, "max_new_tokens")
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(f"{name}: {unknown[0]!r} is none of {', '.join(known)}")
+    try:
+        check_params(default_params(given), Limits(2**31, 2**31))
+    except RequestError as error:
+        raise ValueError(f"{name}: {error.message}") from None
+    return dict(given)
 
 
 class InputProcessor:

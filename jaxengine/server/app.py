@@ -27,9 +27,13 @@ from jaxengine.server.state import ServerState
 
 def build_app(engine: AsyncLLM | None, config: EngineConfig) -> FastAPI:
     """The app around `engine`. With None it answers 503 until `app.state.server.engine` is set."""
+    hidden = config.server.disable_fastapi_docs
     app = FastAPI(
         title="jaxengine",
         version=jaxengine.__version__,
+        docs_url=None if hidden else "/docs",
+        redoc_url=None if hidden else "/redoc",
+        openapi_url=None if hidden else "/openapi.json",
     )
     app.state.server = ServerState(config, engine)
     errors.install(app)

@@ -141,6 +141,30 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     return JSONResponse(answer)
 
 
+@router.get("/tokenizer_info", responses=answers(404, 503))
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """What the tokenizer's configuration says, under the names of tokenizer_config.json. For
+    servers with --enable-tokenizer-info-endpoint."""
+    engine = engine_of(request)
+    tokenizer = engine.tokenizer
+    if not engine.config.server.enable_tokenizer_info_endpoint or tokenizer is None:
+        raise ApiError(404, "/tokenizer_info needs --enable-tokenizer-info-endpoint")
+    added = tokenizer.tk.get_added_tokens_decoder()
+    return {
+        "tokenizer_class": type(tokenizer.tk.model).__name__,
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "eos_token_ids": list(tokenizer.eos_ids),
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": engine.ready.max_model_len,
+        "chat_template": engine.chat_template,
+        "added_tokens_decoder": {
+            str(i): {"content": token.content, "special": token.special}
+            for i, token in added.items()
+        },
+    }
+
+
 @router.post("/detokenize", response_model=None, responses=answers(400, 404, 413, 503))
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids, special tokens included."""

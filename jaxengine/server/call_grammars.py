@@ -164,6 +164,7 @@ MAKERS: dict[str, Maker] = {
     "mistral": mistral_calls,
     "pythonic": pythonic_calls,
     "qwen3_coder": qwen3_coder_calls,
+    "qwen3_xml": qwen3_coder_calls,
     "gpt-oss": gpt_oss_calls,
     "openai": gpt_oss_calls,
 }

@@ -28,6 +28,7 @@ from jaxengine.server.protocol import (
     check_fields,
     logprobs_count,
     sampling_params,
+    with_usage,
 )
 from jaxengine.server.render import EFFORTS, render
 from jaxengine.server.responses import (
@@ -63,6 +64,7 @@ class _Call:
     id: str
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
+    usage: tuple[bool, bool] = (False, False)  # of a stream: at its end, in each chunk
     legacy: bool = False  # asked with `functions`
     style: Style | None = None  # how the answer's text is taken apart; None: it is all content
 
@@ -183,7 +185,9 @@ def _check(body: ChatBody, engine: AsyncLLM, request: Request, prefix: str) -> _
     if body.echo and body.messages and body.messages[-1].get("role") == "assistant":
         content = body.messages[-1].get("content")
         echo = content if isinstance(content, str) else ""
-    return _Call(body, params, echo, tools, f"{prefix}{request_id_of(request)}", model)
+    name = f"{prefix}{request_id_of(request)}"
+    told = with_usage(body.stream_options, engine.config.server)
+    return _Call(body, params, echo, tools, name, model, usage=told)
 
 
 async def _admit(
@@ -264,11 +268,9 @@ async def _chunks(
     """For each choice: a chunk with the role, its deltas, the last of them with finish_reason.
     And whether these were the last."""
     body = call.body
-    options = body.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    continuous = with_usage and bool(options and options.continuous_usage_stats)
+    ends, continuous = call.usage
     greeted: dict[int, Answer | None] = {}
-    usage_now: UsageBody | None | UnsetType = None if with_usage else UNSET
+    usage_now: UsageBody | None | UnsetType = None if ends else UNSET
 
     def chunk(*choices: ChatChunkChoice) -> ChatChunk:
         return ChatChunk(call.id, call.created, call.model, list(choices), usage=usage_now)
@@ -301,7 +303,7 @@ async def _chunks(
             if body.return_token_ids:
                 choice.token_ids = new.token_ids
             chunks += [chunk(c) for c in _one_call_each(choice)]
-        if done and with_usage:
+        if done and ends:
             usage_now = usage_body(usage([output]))
             chunks.append(chunk())
         if chunks or done:

@@ -23,6 +23,7 @@ from jaxengine.server.protocol import (
     check_fields,
     logprobs_count,
     sampling_params,
+    with_usage,
 )
 from jaxengine.server.responses import (
     Completion,
@@ -202,14 +203,12 @@ class _Echo:
 async def _chunks(
     call: _Call, streams: Sequence[RequestStream], engine: AsyncLLM
 ) -> AsyncGenerator[bytes]:
-    options = call.body.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    continuous = with_usage and bool(options and options.continuous_usage_stats)
+    ends, continuous = with_usage(call.body.stream_options, engine.config.server)
     latest: dict[int, RequestOutput] = {}
     echoes: dict[int, _Echo] = {}
     prompt_logprobs: dict[int, RequestOutput] = {}
     chunk = Completion(call.id, call.created, call.model, [])
-    if with_usage and not continuous:
+    if ends and not continuous:
         chunk.usage = None
     async for news, done in merged(streams):
         events = []
@@ -228,7 +227,7 @@ async def _chunks(
                     chunk.usage = usage_body(_usage(call, list(latest.values())))
                 events.append(event(encode(chunk)))
         if done:
-            if with_usage:
+            if ends:
                 chunk.choices = []
                 chunk.usage = usage_body(_usage(call, list(latest.values())))
                 events.append(event(encode(chunk)))

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from jaxengine.config import ServerConfig
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.constraints import constraint_of
 from jaxengine.server.errors import ApiError
@@ -37,6 +38,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (None,),
     "logits_processors": (None, []),
     "kv_transfer_params": (None,),
+    "logprob_token_ids": (None,),
+    "repetition_detection": (None,),
     "mm_processor_kwargs": (None, {}),
 }
 
@@ -178,6 +181,13 @@ def check_fields(body: SamplingBody) -> None:
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+
+
+def with_usage(options: StreamOptions | None, config: ServerConfig) -> tuple[bool, bool]:
+    """Whether a stream ends with the usage, and whether each of its chunks has it."""
+    asked = options is not None and bool(options.include_usage)
+    each = asked and bool(options and options.continuous_usage_stats)
+    return asked or config.enable_force_include_usage, each
 
 
 def sampling_params(body: SamplingBody, defaults: SamplingParams, **more: Any) -> SamplingParams:

@@ -26,7 +26,7 @@ _FORMS = {
     "llama3_json": ("", "parameters", ""),
 }
 # of the other parsers, those whose calls an answer of any form can stand beside
-_CLEAR = ("mistral", "qwen3_coder", *HARMONY_PARSERS)
+_CLEAR = ("mistral", "qwen3_coder", "qwen3_xml", *HARMONY_PARSERS)
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 # keywords whose values are data, not schemas: a "$ref" in there is no reference
 _DATA = ("const", "enum", "default", "examples")

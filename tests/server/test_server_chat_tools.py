@@ -262,6 +262,7 @@ def test_the_other_fields_of_a_chat(hermes: Server) -> None:
     assert whole["id"] == "chatcmpl-mine-1" and headers["x-request-id"] == "mine-1"
     assert whole["prompt_logprobs"][0] is None and len(whole["prompt_logprobs"]) > 2
     assert [c["message"]["content"] for c in whole["choices"]] == ["hi", "hi"]
+    assert any("priority changes nothing" in line for line in hermes.lines)
 
 
 async def test_b23_eight_streams_with_the_official_client(hermes: Server) -> None:

@@ -28,6 +28,6 @@ def make_tool_parser(name: str, tools: Sequence[Mapping[str, Any]]) -> Parser:
         return mistral()
     if name == "pythonic":
         return pythonic(names)
-    if name in ("qwen3", "qwen3_coder"):
+    if name in ("qwen3", "qwen3_coder", "qwen3_xml"):
         return qwen3(tools)
     raise ValueError(f"there is no tool parser {name!r}")
