@@ -19,6 +19,7 @@ from jaxengine.simulate.table import Sample, Table, fit
 
 Prompt = list[int]
 DECODE_STEPS = 6  # measured of each number of rows
+SMALL = 256  # tokens of a prefill step that is measured in one form more
 SHORT = 8  # tokens of a prompt that only brings a decode row
 
 
@@ -85,12 +86,14 @@ class Calibration:
             for tokens in self._mixed:
                 told(f"prefill {tokens} tokens")
                 length = min(tokens, self._longest)
-                prompts = [self._prompt(length) for _ in range(2)]
+                prompts = [self._prompt(length)]
                 behind = min(length, self._longest - context)
                 if behind > SHORT and context + behind <= self._pool:
                     prompts.append(shared + self._prompt(behind))
                 self._one_a_step(recorder, prompts)
-                self._run(recorder, [self._prompt(max(1, length // 2)) for _ in range(2)], 1)
+                if tokens <= SMALL:
+                    halves = [self._prompt(max(1, length // 2)) for _ in range(2)]
+                    self._run(recorder, halves, 1)
             told("prefill beside decodes")
             for tokens in self._mixed:
                 self._beside(recorder, min(8, self._decode[-1]), min(tokens - 8, self._longest))
