@@ -215,14 +215,14 @@ def run_calibrate(
     from jaxengine.platform import setup
 
     setup()  # before JAX is imported
-    from jaxengine.simulate.calibrate import Calibration
+    from jaxengine.simulate.calibrate import Calibration, copy_seconds_per_byte
 
     with _open_core(model, engine) as core:
         calibration = Calibration(core, most_rows=most_rows, most_tokens=most_tokens)
         calibration.warm()
         for i in range(rounds):
             calibration.round(functools.partial(_tell, f"round {i + 1} of {rounds}: "))
-        table = calibration.table()
+        table = calibration.table(copy_seconds_per_byte(core))
     table.save(output)
     print(
         f"{table.model}: {table.num_samples} steps measured, half of them within "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 
 import numpy as np
 
+from jaxengine.bench.offload import measure_device
 from jaxengine.engine.core import EngineCore
 from jaxengine.models.layout import StepLayout
 from jaxengine.runner.buckets import all_buckets
@@ -55,8 +55,7 @@ class Calibration:
         self._mixed = _up_to([b.tokens for b in buckets if not b.decode_only], most_tokens)
         self._rng = np.random.default_rng(seed)
         self._names = 0
-        on_cpu = core.built.kv_layout.kind != "head_major"
-        self._rows_per_turn = StepLayout().rows_per_turn if on_cpu else 0
+        self._rows_per_turn = _rows_per_turn(core)
 
     def warm(self) -> None:
         """Run every program once: the first run is slower."""
@@ -101,8 +100,9 @@ class Calibration:
             recorder.close()
         self.samples += recorder.samples
 
-    def table(self) -> Table:
-        """What the rounds so far give. Raises ValueError before the first."""
+    def table(self, byte_s: float = 0.0) -> Table:
+        """What the rounds so far give; `byte_s` of `copy_seconds_per_byte`. Raises ValueError
+        before the first round."""
         core, layout = self.core, self.core.built.kv_layout
         planner = core.built.planner
         sizes = asdict(planner)
@@ -113,7 +113,7 @@ class Calibration:
             engine=sizes,
             depth=core.depth,
             rows_per_turn=self._rows_per_turn,
-            byte_s=copy_seconds_per_byte(),
+            byte_s=byte_s,
             page_bytes=tuple(layout.page_bytes(g) for g in range(layout.num_groups)),
             **fit(self.samples),
         )
@@ -161,12 +161,16 @@ def _up_to(sizes: list[int], most: int | None) -> list[int]:
     return [n for n in sizes if n < most] + [next(n for n in sizes if n >= most)]
 
 
-def copy_seconds_per_byte(size: int = 1 << 26) -> float:
-    """Of host memory, as on CPU a tier's copies are."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-    times = []
-    for _ in range(4):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - began)
-    return min(times) / size
+def copy_seconds_per_byte(core: EngineCore, blocks: int = 16) -> float:
+    """Of KV between the device and host memory, in the slower direction."""
+    rates = measure_device(core.built.kv_layout, blocks)
+    return 1 / (min(rates.values()) * 2**20)
+
+
+def _rows_per_turn(core: EngineCore) -> int:
+    """Decode rows whose attention goes on to the longest one's end; 0 = all of the bucket."""
+    import jax
+
+    if core.built.kv_layout.kind == "head_major":  # the kernels: every row its own length
+        return 1
+    return StepLayout().rows_per_turn if jax.default_backend() == "cpu" else 0

@@ -37,8 +37,8 @@ PLANNING = 0.7  # of the host's time comes before the step is submitted
 
 @dataclass(frozen=True)
 class Host:
-    """Seconds of the host for a step and for each of its rows. The defaults were measured on a
-    2-core CPU machine with a tiny model (docs/simulate.md); a server's host is likely quicker."""
+    """Seconds of the host for a step and for each of its rows. The defaults are assumed: half of
+    what a step of 32 rows costs the host of a 2-core CPU machine (docs/benchmarks.md)."""
 
     step_s: float = 2e-3
     row_s: float = 14e-6

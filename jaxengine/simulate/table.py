@@ -71,7 +71,7 @@ class Table:
     machine: str
     engine: dict[str, Any]  # sizes of the engine that was measured, see `planner`
     depth: int
-    rows_per_turn: int
+    rows_per_turn: int  # decode rows that attend together, 0 = all of a bucket
     decode: dict[int, float]
     mixed: dict[int, float]
     decode_token_s: float
