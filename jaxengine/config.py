@@ -107,7 +107,7 @@ class SchedulerConfig:
     speculative_config: str | dict[str, Any] | None = None
     """JSON: method (ngram | suffix | eagle | draft_model | mtp), model, num_speculative_tokens or
     num_speculative_tokens_per_batch_size ([[first, last, K], ...]), prompt_lookup_max,
-    prompt_lookup_min, adaptive."""
+    prompt_lookup_min, adaptive, and what docs/speculation.md lists."""
     max_num_queued_reqs: int | None = None
     """Refuse (503) above so many waiting requests."""
     max_num_queued_tokens: int | None = None

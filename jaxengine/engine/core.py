@@ -80,7 +80,8 @@ class InFlight:
     batch: Batch
     handle: Any
     unsampled: bool
-    num_drafts: int = 0  # K asked for
+    num_drafts: tuple[int, int] = (0, 0)  # K asked for, and looked for
+    began: float = 0.0  # when its planning began
 
 
 class EngineCore:
@@ -125,7 +126,7 @@ class EngineCore:
         self._next_port: int | None = None  # of the coupled group that `recover` joins
         self._grammars = Grammars(config, built.spec.vocab_size)
         self._sleep_level = 0
-        self._last_done = 0.0  # when the last result came
+        self._last_done = 0.0  # when the last result came; 0: there was no more to do
         self._profiler, self._figures = Profiler(config), StepFigures(_work_model(config, built))
         self._outputs: list[EngineOutput] = []  # made outside of steps
         self._prompt_logprobs, self._pooled = PromptLogprobs(), Pooled()
@@ -279,6 +280,7 @@ class EngineCore:
 
     def _plan_ahead(self) -> bool:
         shape: Bucket | str | None = None
+        began = time.perf_counter()
         if self._speculator is not None:
             in_flight = [step.batch.bucket for step in self._inflight]
             shape = self._speculator.choose(self._shards[0], in_flight, self.depth)
@@ -291,16 +293,16 @@ class EngineCore:
             return self._submit_together(self._lockstep, plans)
         if not live:
             return False
-        num_drafts = 0
+        num_drafts = (0, 0)
         if self._speculator is not None:
             num_drafts = self._speculator.planned(live[0])
         tables = [shard.block_tables for shard in self._shards]
-        if num_drafts and isinstance(shape, Bucket):
+        if num_drafts[0] and isinstance(shape, Bucket):
             batch = self._packers[0].pack_verify(live[0], tables[0], shape)
         else:
             batch = pack_step(self._packers, plans, tables, self.executor.choose)
         handle = self.executor.submit(batch)
-        self._submitted(InFlight(plans, batch, handle, batch.masked, num_drafts))
+        self._submitted(InFlight(plans, batch, handle, batch.masked, num_drafts, began))
         return True
 
     def _submit_together(self, lockstep: Lockstep, plans: list[StepPlan | None]) -> bool:
@@ -350,12 +352,12 @@ class EngineCore:
             if plan is not None
         ]
         if self._speculator is not None and step.plans[0] is not None:
-            # In a pipeline a step's share is the time since the one before it.
-            seconds = done - max(began, self._last_done)
+            # All time since the step before: what the host did between counts too.
+            seconds = done - (self._last_done or step.began)
             self._speculator.finished(
                 step.plans[0], results[0], updates[0][0], step.num_drafts, seconds
             )
-        self._last_done = done
+        self._last_done = done if self._is_busy() else 0.0
         # First what the device waits for, then what the client waits for.
         if self._inflight and self._inflight[0].unsampled:
             self._sample(self._inflight[0])
@@ -455,6 +457,7 @@ class EngineCore:
         nothing of the device. No outputs are made; the caller knows whom to tell."""
         with self._books:
             self._inflight.clear()
+            self._last_done = 0.0
             self._outputs.clear()
             self._prompt_logprobs, self._pooled = PromptLogprobs(), Pooled()
             try:
@@ -680,7 +683,6 @@ def _speculation(config: EngineConfig) -> SpeculativeConfig | None:
         "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
         "attention_data_parallel_size": parallel.attention_data_parallel_size > 1,
         "nnodes": parallel.nnodes > 1,
-        "enable_fault_tolerance": config.fault.enable_fault_tolerance,
     }
     for name, clash in clashes.items():
         if clash:

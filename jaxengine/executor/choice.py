@@ -8,8 +8,31 @@ from dataclasses import replace
 
 from jaxengine.runner.buckets import Overlap, choose
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.verify_batch import verify_bucket
 
 ProgramKey = tuple[str, Bucket | int]  # kind and size, as `runner.programs.Key`
+
+
+class VerifyChooser:
+    """Which shape a step with drafts runs in."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        warmup: str,
+        ready: Callable[[ProgramKey], bool],
+    ) -> None:
+        """`shapes` are (rows, drafts). `ready(("verify", bucket))`: all that a step of the bucket
+        runs is compiled; not asked when `warmup` is lazy."""
+        self._lazy = warmup == "lazy"
+        self._ready = ready
+        buckets = (verify_bucket(*shape) for shape in shapes)
+        self._buckets = sorted(buckets, key=lambda b: (b.tokens, b.rows))
+
+    def choose(self, num_rows: int, num_drafts: int) -> Bucket | None:
+        """See `Verifier.choose_verify`."""
+        fits = (b for b in self._buckets if b.rows >= num_rows and b.drafts >= num_drafts)
+        return next((b for b in fits if self._lazy or self._ready(("verify", b))), None)
 
 
 class ShapeChooser:

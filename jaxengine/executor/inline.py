@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxengine.executor.base import Batch
-from jaxengine.executor.choice import ShapeChooser
+from jaxengine.executor.choice import ProgramKey, ShapeChooser, VerifyChooser
 from jaxengine.executor.nodes import LeadingRunner
 from jaxengine.parallel import expert_load
 from jaxengine.runner.buckets import Overlap
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.runner.programs import Key, Kind
+from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
 from jaxengine.sched.verify_batch import verify_bucket
@@ -36,17 +36,20 @@ class InlineExecutor:
         overlap: Overlap | None = None,
     ) -> None:
         self._runner = runner
-        programs = runner.programs
-        self._chooser = ShapeChooser(
-            runner.buckets,
-            row_sizes,
-            overlap,
-            ready=lambda key: all(map(programs.ready, _with_notes(key, programs.drafter))),
-            start=lambda key: programs.start(_with_notes(key, programs.drafter)),
-        )
+        self._chooser = ShapeChooser(runner.buckets, row_sizes, overlap, self.ready, self.start)
         self._row_sizes = row_sizes
-        self._verify_buckets: list[Bucket] = []
-        self._lazy = False
+        self._verify_chooser = VerifyChooser((), "lazy", self.ready)
+
+    def ready(self, key: ProgramKey) -> bool:
+        """The program is compiled, and so is what the drafter runs in the same steps. "verify"
+        stands for all programs of a step with drafts."""
+        programs = self._runner.programs
+        return all(map(programs.ready, _with_drafter(key, programs.drafter)))
+
+    def start(self, key: ProgramKey) -> None:
+        """Compile beside what `ready` asks for."""
+        programs = self._runner.programs
+        programs.start(_with_drafter(key, programs.drafter))
 
     def choose(
         self, num_tokens: int, num_rows: int, decode_only: bool, fewest_tokens: int
@@ -59,31 +62,22 @@ class InlineExecutor:
         """See `Verifier`."""
         programs = self._runner.programs
         programs.lookup = Lookup(*lookup)
-        self._lazy = warmup == "lazy"
-        self._verify_buckets = sorted(
-            (verify_bucket(*shape) for shape in shapes), key=lambda b: (b.tokens, b.rows)
-        )
-        if not self._lazy:
+        self._verify_chooser = VerifyChooser(shapes, warmup, self.ready)
+        if warmup != "lazy":
             full = warmup == "full" or (warmup == "auto" and jax.default_backend() != "cpu")
-            buckets = [verify_bucket(*shape) for shape in shapes]
             # Notes first: they are taken after the first step already.
-            plain = [Key("forward", b) for b in self._runner.buckets]
-            plain += [Key("sample", n) for n in self._row_sizes]
-            keys = [key for of in plain for key in _with_notes(of, programs.drafter)[1:]]
-            keys += [Key(kind, b) for b in buckets for kind in _kinds(programs.drafter)]
+            steps: list[ProgramKey] = [("forward", b) for b in self._runner.buckets]
+            steps += [("sample", n) for n in self._row_sizes]
+            keys = [key for step in steps for key in _with_drafter(step, programs.drafter)[1:]]
+            for shape in shapes:
+                keys += _with_drafter(("verify", verify_bucket(*shape)), programs.drafter)
             programs.start(keys, urgent=full)
             if full:
                 programs.wait()
 
     def choose_verify(self, num_rows: int, num_drafts: int) -> Bucket | None:
         """See `Verifier`."""
-        fits = [b for b in self._verify_buckets if b.rows >= num_rows and b.drafts >= num_drafts]
-        if self._lazy:
-            return fits[0] if fits else None
-        programs = self._runner.programs
-        kinds = _kinds(programs.drafter)
-        ready = (b for b in fits if all(programs.ready(Key(kind, b)) for kind in kinds))
-        return next(ready, None)
+        return self._verify_chooser.choose(num_rows, num_drafts)
 
     @property
     def runner(self) -> ModelRunner | LeadingRunner:
@@ -132,20 +126,19 @@ class InlineExecutor:
         expert_load.flush()
 
 
-def _kinds(drafter: Drafter | None) -> tuple[Kind, ...]:
-    """The programs of a step with drafts."""
-    if drafter is None:
-        return "lookup", "verify", "accept"
-    if drafter.layers is not None and drafter.reads_hidden:
-        return "draft", "verify", "accept", "follow"
-    return "draft", "verify", "accept"
-
-
-def _with_notes(key: tuple[str, Bucket | int], drafter: Drafter | None) -> list[Key]:
-    """A program of steps without drafts, and what the drafter runs behind it."""
+def _with_drafter(key: ProgramKey, drafter: Drafter | None) -> list[Key]:
+    """The programs of a step with drafts, by ("verify", bucket), in their order; else the program
+    itself, and what the drafter runs behind it."""
+    kind, size = key
+    if kind == "verify":
+        keys = [Key("lookup" if drafter is None else "draft", size)]
+        keys += [Key("verify", size), Key("accept", size)]
+        if drafter is not None and drafter.layers is not None and drafter.reads_hidden:
+            keys.append(Key("follow", size))
+        return keys
     keys = [Key(*key)]  # type: ignore[arg-type]
-    if drafter is not None and key[0] == "forward" and drafter.layers is not None:
-        keys.append(Key("follow", key[1]))
-    if drafter is not None and key[0] == "sample" and drafter.remembers:
-        keys.append(Key("remember", key[1]))
+    if drafter is not None and kind == "forward" and drafter.layers is not None:
+        keys.append(Key("follow", size))
+    if drafter is not None and kind == "sample" and drafter.remembers:
+        keys.append(Key("remember", size))
     return keys

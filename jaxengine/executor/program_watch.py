@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from jaxengine.executor.choice import ProgramKey
 from jaxengine.executor.worker_messages import Programs
+from jaxengine.sched.verify_batch import verify_bucket
 
 if TYPE_CHECKING:
     from jaxengine.engine.build import Built
@@ -20,40 +22,44 @@ class ProgramWatch:
     def __init__(self, built: Built, send: Callable[[Programs], None]) -> None:
         from jaxengine.executor.worker_build import row_sizes_of
         from jaxengine.runner.buckets import in_halves
-        from jaxengine.runner.programs import Key
         from jaxengine.runner.warmup import warmup_keys
 
         self._executor = built.executor
-        self._programs = built.runner.programs
         self._tell = send
-        self._key = Key
         buckets = built.runner.buckets
         halves = in_halves(buckets, built.overlap)
-        self._keys = warmup_keys(buckets, row_sizes_of(built.planner), halves)
+        keys = warmup_keys(buckets, row_sizes_of(built.planner), halves)
+        self._plain: list[ProgramKey] = [(key.kind, key.size) for key in keys]
+        self._keys = self._plain
         self._sent: tuple[int, dict[str, float]] = (-1, {})
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self.send()
         threading.Thread(target=self._poll, daemon=True).start()
 
-    def start(self, key: tuple[str, Any]) -> None:
-        self._programs.start([self._key(*key)])  # type: ignore[arg-type]
+    def start(self, key: ProgramKey) -> None:
+        self._executor.start(key)
+        self._changed.set()
+
+    def watch_drafts(self, shapes: Sequence[tuple[int, int]]) -> None:
+        """Steps with drafts too, of these (rows, drafts)."""
+        self._keys = self._plain + [("verify", verify_bucket(*shape)) for shape in shapes]
         self._changed.set()
 
     def look(self) -> None:
         """Something may have been compiled; cheap when not."""
-        if self._programs.num_compiled != self._sent[1].get("num_compilations"):
+        if self._executor.stats()["num_compilations"] != self._sent[1].get("num_compilations"):
             self._changed.set()
             self.send()
 
     def send(self) -> None:
         with self._lock:
-            ready = [key for key in self._keys if self._programs.ready(key)]
+            ready = [key for key in self._keys if self._executor.ready(key)]
             figures = self._executor.stats()
             now = (len(ready), figures)
             if now != self._sent:
                 self._sent = now
-                self._tell(Programs([(k.kind, k.size) for k in ready], figures))
+                self._tell(Programs(ready, figures))
 
     def _poll(self) -> None:
         """The compilers work beside; look often while they get on, else ever more rarely."""

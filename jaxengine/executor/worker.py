@@ -15,13 +15,14 @@ from jaxengine.engine.dp.coupling import moved
 from jaxengine.engine.fault.inject import Fault, Injector, carry_out, parse_faults
 from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.executor.base import Batch
-from jaxengine.executor.choice import ProgramKey, ShapeChooser
+from jaxengine.executor.choice import ProgramKey, ShapeChooser, VerifyChooser
 from jaxengine.executor.worker_messages import (
     Answer,
     Array,
     Call,
     Compile,
     Description,
+    OpenSpeculation,
     OpenTransfers,
     Pool,
     Programs,
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 _RESTART_TIMEOUT = 600.0  # seconds in which a respawned worker must be ready
 _SLOW_CALLS = ("sleep", "wake_up", "open_transfers")  # they move weights, or compile
 _SLOW_CALL_TIMEOUT = 600.0
+_COMPILING_CALLS = ("wait_warm", "open_speculation")  # they may wait for every program
 _STOP_GRACE = 4.0
 _FIGURES = {"num_compilations": 0.0, "compilations_after_warmup": 0.0, "warm": 0.0}
 
@@ -69,6 +71,9 @@ class WorkerExecutor:
         self._config = config
         self._changed = threading.Condition()
         self._transfers: tuple[list[Pool], KVLayout] | None = None  # what was opened
+        # What was opened for drafts: shapes, lookup, warm-up.
+        self._speculation: tuple[list[tuple[int, int]], tuple[int, int], str] | None = None
+        self._verify_chooser = VerifyChooser((), "lazy", self._is_ready)
         self._on_end: Callable[[], None] | None = None
         self._next = 0  # step and call numbers
         self._steps_cold: dict[int, bool] = {}  # submitted, by number: a program is not compiled
@@ -148,6 +153,7 @@ class WorkerExecutor:
             self._death = WorkerDied("the new worker process cannot take over")
             raise
         self._chooser = self._new_chooser()
+        self._send_speculation()
         self._send_pools()
 
     def _begin(self, config: EngineConfig) -> WorkerProcess:
@@ -267,6 +273,28 @@ class WorkerExecutor:
         self._moving = 0  # transfers under way
         self._moved_at = 0.0
 
+    # -- drafts -----------------------------------------------------------------------------
+
+    def open_speculation(
+        self, shapes: Sequence[tuple[int, int]], lookup: tuple[int, int], warmup: str
+    ) -> None:
+        """See `Verifier`. Raises WorkerError or WorkerDied."""
+        self._speculation = (list(shapes), lookup, warmup)
+        self._verify_chooser = VerifyChooser(shapes, warmup, self._is_ready)
+        self._send_speculation()
+
+    def _send_speculation(self) -> None:
+        if self._speculation is not None:
+            call = self._number()
+            self._ask(OpenSpeculation(call, *self._speculation), call, "open_speculation")
+
+    def choose_verify(self, num_rows: int, num_drafts: int) -> Bucket | None:
+        """See `Verifier`."""
+        return self._verify_chooser.choose(num_rows, num_drafts)
+
+    def _is_ready(self, key: ProgramKey) -> bool:
+        return key in self._ready_programs
+
     # -- KV offload -------------------------------------------------------------------------
 
     def open_transfers(self, pools: Sequence[PagePool], layout: KVLayout) -> None:
@@ -332,12 +360,15 @@ class WorkerExecutor:
         call = self._number()
         self._ask(Call(call, method, list(args), fault), call, method)
 
-    def _ask(self, message: Call | OpenTransfers, call: int, method: str) -> None:
+    def _ask(self, message: Call | OpenSpeculation | OpenTransfers, call: int, method: str) -> None:
         self._process.send(message)
-        limit = None if method == "wait_warm" else self._settings.step_timeout_sec
+        limit: float | None = self._settings.step_timeout_sec
+        silence = None
         if method in _SLOW_CALLS:
             limit = _SLOW_CALL_TIMEOUT
-        self._wait(lambda: call in self._answers, limit, f"{method} took too long")
+        elif method in _COMPILING_CALLS:
+            limit, silence = None, self._settings.silence_sec
+        self._wait(lambda: call in self._answers, limit, f"{method} took too long", silence)
         answer = self._answers.pop(call)
         if answer.kind is not None:
             raise WorkerError(answer.kind, answer.message)
@@ -391,7 +422,7 @@ class WorkerExecutor:
             found.buckets,
             found.row_sizes,
             found.overlap,
-            lambda key: key in self._ready_programs,
+            self._is_ready,
             self.compile,
         )
 

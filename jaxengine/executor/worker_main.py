@@ -31,6 +31,7 @@ from jaxengine.executor.worker_messages import (
     Channel,
     Command,
     Compile,
+    OpenSpeculation,
     OpenTransfers,
     Sample,
     Start,
@@ -143,6 +144,8 @@ class _Worker:
                     self._step(message.step, partial(self._sample, message))
                 case Transfer():
                     self._step(message.step, partial(self._transfer, message))
+                case OpenSpeculation():
+                    self._answer(message.call, partial(self._open_speculation, message))
                 case OpenTransfers():
                     self._answer(message.call, partial(self._open_transfers, message))
                 case Call():
@@ -224,6 +227,10 @@ class _Worker:
 
         pools = [PagePool.attach(p.address, p.num_slots, p.page_bytes) for p in message.pools]
         self._executor.open_transfers(pools, message.layout)
+
+    def _open_speculation(self, message: OpenSpeculation) -> None:
+        self._programs.watch_drafts(message.shapes)
+        self._executor.open_speculation(message.shapes, message.lookup, message.warmup)
 
     def _answer(self, call: int, action: Callable[[], None]) -> None:
         answer = Answer(call)

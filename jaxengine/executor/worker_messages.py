@@ -155,6 +155,15 @@ class Stop(msgspec.Struct, tag=True):
     pass
 
 
+class OpenSpeculation(msgspec.Struct, tag=True):
+    """`Verifier.open_speculation`; answered by `Answer`."""
+
+    call: int
+    shapes: list[tuple[int, int]]
+    lookup: tuple[int, int]
+    warmup: str
+
+
 class Pool(msgspec.Struct, array_like=True):
     """A host pool in shared memory (`offload.host_pool`)."""
 
@@ -178,7 +187,9 @@ class Transfer(msgspec.Struct, tag=True):
     shards: list[OffloadStep | None]
 
 
-Command = Start | Submit | Sample | Call | Compile | Stop | OpenTransfers | Transfer
+Command = (
+    Start | Submit | Sample | Call | Compile | Stop | OpenSpeculation | OpenTransfers | Transfer
+)
 
 
 # -- worker -> engine -----------------------------------------------------------------------
@@ -228,7 +239,8 @@ class Answer(msgspec.Struct, tag=True):
 
 
 class Programs(msgspec.Struct, tag=True):
-    """Sent at every change: the programs that are compiled now, and the executor's figures."""
+    """Sent at every change: the programs that are compiled now, each with what a drafter runs in
+    the same steps ("verify" for all of a step with drafts), and the executor's figures."""
 
     ready: list[ProgramKey]
     figures: dict[str, float]
@@ -290,8 +302,10 @@ class Channel[Received]:
 
 
 def keys_of(batch: Batch) -> Sequence[ProgramKey]:
-    """The programs that a batch runs."""
-    keys: list[ProgramKey] = [("forward", batch.bucket), ("sample", batch.sampler_rows)]
+    """The programs that a batch runs, as `Programs` names them."""
+    keys: list[ProgramKey] = [("verify", batch.bucket)]
+    if not batch.bucket.drafts:
+        keys = [("forward", batch.bucket), ("sample", batch.sampler_rows)]
     if batch.seeds:
         keys.append(("seed", 0))
     if batch.prompt_rows:

@@ -1,12 +1,13 @@
 """Choosing K online: the number of drafts that brings the most tokens a second.
 
 A controller of plain numbers. What it knows: the share of rows whose j-th draft was accepted
-(of all batch sizes together, old steps forgotten), and the seconds of a step by batch size and K.
-What it promises: for every batch size, the time lost against K = 0 stays at `budget` of the time
-spent, beside a few steps. An account earns that share of every step and pays what a step lost:
-its seconds, less what K = 0 would have needed for the same tokens. That is counted from what
-really happened, so a wrong estimate cannot hide a loss; while the account is empty, K = 0 runs.
-Exploring is paid from the same account.
+(of all batch sizes together, old steps forgotten), and the seconds of a step by compiled batch
+size and K. What it promises: for every batch size, the time lost against K = 0 stays at `budget`
+of the time spent, beside a few steps. An account earns that share of every step and pays what a
+step lost: its seconds, less what K = 0 would have needed for the same tokens. That is counted
+from what really happened, so a wrong estimate cannot hide a loss; while the account is empty,
+K = 0 runs. Exploring is paid from the same account, and so are looks for drafts that find none.
+At worst, where no draft is ever right, all of this costs `budget` of the time: 54 seconds an hour.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _PRIOR = 0.5
 _GAIN = 1.01  # K is worth it above so much of the rate of K = 0
 _SAVED = 500.0  # steps whose share the account may hold
 _STRAY = 3.0  # what is slower than so many usual steps counts as that, when it happens once
-_REFERENCE_EVERY = 100  # steps with drafts between two measurements of K = 0
+_REFERENCE_EVERY = 200  # steps between two measurements of K = 0, ...
+_REFERENCE_STEPS = 2  # ... each of so many steps behind one that is not counted
 _EXPLORE_EVERY = 25
 _FIRST_REFERENCES = 3
 
@@ -40,9 +42,14 @@ class _Position:
 class _Bucket:
     """What is known of one range of batch sizes."""
 
-    seconds: dict[int, deque[float]] = field(default_factory=dict)  # by K: a row's share
-    last: dict[int, int] = field(default_factory=dict)  # step at which K was last measured
+    seconds: dict[int, deque[float]] = field(default_factory=dict)  # of steps, by K
+    last: dict[int, int] = field(default_factory=dict)  # step at which K was last tried
     step: int = 0
+    before: int = 0  # K of the step before
+    plain: int = 0  # step at which the last measurement of K = 0 ended
+    counted: int = 0  # steps of K = 0 that are measured in this one
+    explored: int = 0  # step at which a K that is not the best was last tried
+    best: int = 0
     account: float = 0.0  # seconds that may be lost
     stray: set[int] = field(default_factory=set)  # K's whose last step was far slower than usual
 
@@ -69,9 +76,9 @@ class AdaptiveK:
         self._buckets: dict[int, _Bucket] = {}
 
     def choose(self, batch_size: int) -> int:
-        """K for a step of so many decode rows. Raises ValueError below one row."""
-        bucket = self._bucket(batch_size)
-        return self._choose(bucket, batch_size)
+        """K for a step of so many decode rows; asked again before a step was observed, the answer
+        stays the same. Raises ValueError below one row."""
+        return self._choose(self._bucket(batch_size), batch_size)
 
     def observe(
         self,
@@ -81,36 +88,51 @@ class AdaptiveK:
         drafts: int,
         accepted_by_position: Sequence[int],
     ) -> None:
-        """A step with K = k has taken `seconds`, drafting included.
+        """A step with K = k has taken `seconds`: all of the engine's time since the step before.
 
         `drafts` are all draft tokens of the step and `accepted_by_position[j]` the rows whose
         j + 1 first drafts were all accepted. A step with k > 0 in which no row found a draft
-        counts for acceptance and not for time.
+        counts for the account alone: looking is cheap, and what is found next may be right.
         """
         bucket = self._bucket(batch_size)
         bucket.step += 1
         accepted = list(accepted_by_position)[:k]
-        if k:
+        if drafts:
             self._learn(batch_size, k, accepted)
+        before, bucket.before = bucket.before, k
         if seconds <= 0:
             return
-        if k == 0 or drafts:
-            times = bucket.seconds.setdefault(k, deque(maxlen=_SAMPLES))
-            times.append(seconds / batch_size)
+        if k and drafts:
+            bucket.seconds.setdefault(k, deque(maxlen=_SAMPLES)).append(seconds)
+        elif k == 0:
+            self._measure_plain(bucket, before, seconds)
         bucket.last[k] = bucket.step
+        if k != bucket.best:
+            bucket.explored = bucket.step
         reference = self._seconds(batch_size, 0)
         if reference is None:
             return
         # A compilation or a pause of the machine is nobody's fault; a change of costs is.
-        limit = _STRAY * (self._seconds(batch_size, k) or reference) * batch_size
+        limit = _STRAY * (self._seconds(batch_size, k) or reference)
         took = seconds if k in bucket.stray else min(seconds, limit)
         if seconds > limit:
             bucket.stray.add(k)
         else:
             bucket.stray.discard(k)
-        loss = took - reference * (batch_size + sum(accepted)) if k else 0.0
-        most = self._budget * _SAVED * reference * batch_size
+        loss = took - reference * (1.0 + sum(accepted) / batch_size) if k else 0.0
+        most = self._budget * _SAVED * reference
         bucket.account = min(most, bucket.account + self._budget * took - loss)
+
+    def _measure_plain(self, bucket: _Bucket, before: int, seconds: float) -> None:
+        """The first step behind one with drafts also pays for the change: the engine waits for
+        its result before it can plan on."""
+        if before:
+            bucket.counted = 0
+            return
+        bucket.seconds.setdefault(0, deque(maxlen=_SAMPLES)).append(seconds)
+        bucket.counted += 1
+        if bucket.counted >= _REFERENCE_STEPS:
+            bucket.plain = bucket.step
 
     def acceptance(self) -> list[float]:
         """The estimated share of rows with drafts 1 .. j + 1 accepted, by j."""
@@ -121,7 +143,7 @@ class AdaptiveK:
         seconds = self._seconds(batch_size, k)
         if seconds is None:
             return None
-        return (1.0 + sum(self.acceptance()[:k])) / seconds
+        return batch_size * (1.0 + sum(self.acceptance()[:k])) / seconds
 
     def _choose(self, bucket: _Bucket, batch_size: int) -> int:
         known = len(bucket.seconds.get(0, ()))
@@ -129,16 +151,17 @@ class AdaptiveK:
             return 0
         reference = self._seconds(batch_size, 0)
         assert reference is not None
-        step_seconds = reference * batch_size
         if bucket.account < 0:
             return 0
-        if bucket.step - bucket.last.get(0, 0) >= _REFERENCE_EVERY:
+        if bucket.step - bucket.plain >= _REFERENCE_EVERY:
             return 0
         rates = {k: self.rate(batch_size, k) or 0.0 for k in self.allowed}
         best = max(self.allowed, key=lambda k: rates[k] * (1.0 if k else _GAIN))
-        if bucket.step % _EXPLORE_EVERY == 0:
+        bucket.best = best
+        # Until it was really tried, which may need a step to end before; but not for ever.
+        if (bucket.step - bucket.explored) // _EXPLORE_EVERY % 2:
             candidate = self._oldest(bucket, best)
-            worst = (self._seconds(batch_size, candidate) or reference) * batch_size - step_seconds
+            worst = (self._seconds(batch_size, candidate) or reference) - reference
             # At worst nothing is accepted.
             if worst <= bucket.account:
                 return candidate
@@ -153,7 +176,8 @@ class AdaptiveK:
         return min(sorted(near - {best}) or [best], key=lambda k: bucket.last.get(k, -1))
 
     def _seconds(self, batch_size: int, k: int) -> float | None:
-        """Seconds of a step by row: measured, else from the nearest bucket that has both K's."""
+        """Seconds of a step: measured, else from the nearest bucket that has both K's. Programs
+        are compiled for a bucket's largest batch, so that smaller ones take nearly as long."""
         bucket = self._bucket(batch_size)
         if times := bucket.seconds.get(k):
             return median(times)

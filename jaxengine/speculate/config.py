@@ -6,10 +6,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from jaxengine.speculate.known_fields import without_fixed
+
 METHODS = ("ngram", "suffix", "eagle", "draft_model", "mtp")
 WITH_MODEL = ("eagle", "draft_model", "mtp")  # drafted by a model on the device
 WITH_FOLDER = ("eagle", "draft_model")  # ... that `model` names
+ALIASES = {"eagle3": "eagle", "ngram_gpu": "ngram", "deepseek_mtp": "mtp"}  # vLLM's names
 MAX_DRAFTS = 128
+SUFFIX_DRAFTS = 7  # most of a step, when none are given; the trie often has fewer
+NO_LIMIT = 2**31 - 1  # tokens
 DEFAULT_LOOKUP = 5  # tokens, when neither lookup length is given
 
 Range = tuple[int, int, int]  # first and last batch size, K
@@ -22,7 +27,24 @@ _FIELDS = (
     "prompt_lookup_max",
     "prompt_lookup_min",
     "adaptive",
+    "disable_by_batch_size",
+    "max_model_len",
+    "revision",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
 )
+
+
+@dataclass(frozen=True)
+class SuffixConfig:
+    """See `SuffixProposer`."""
+
+    max_tree_depth: int = 24
+    max_spec_factor: float = 1.0
+    min_token_prob: float = 0.1
+    shares: bool = True  # outputs of requests that ended serve others
 
 
 @dataclass(frozen=True)
@@ -36,6 +58,9 @@ class SpeculativeConfig:
     prompt_lookup_max: int = DEFAULT_LOOKUP
     adaptive: bool = False
     model: str = ""  # folder, file or name of the drafter
+    revision: str | None = None  # of a drafter on the hub
+    max_model_len: int = NO_LIMIT  # tokens of a request that is drafted for
+    suffix: SuffixConfig = SuffixConfig()
 
     @property
     def has_model(self) -> bool:
@@ -45,13 +70,13 @@ class SpeculativeConfig:
 
 def parse_speculative_config(setting: str | dict[str, Any]) -> SpeculativeConfig:
     """From the JSON text of the flag, or the object itself. Raises ValueError naming the field."""
-    fields = _fields_of(setting)
+    fields = without_fixed(_fields_of(setting))
     for name in fields:
         if name not in _FIELDS:
             raise ValueError(
                 f"speculative_config has no field {name!r}; it has {', '.join(_FIELDS)}"
             )
-    method = fields.get("method")
+    method = _method(fields)
     if method not in METHODS:
         raise ValueError(
             f"speculative_config.method must be one of {', '.join(METHODS)}, got {method!r}"
@@ -64,6 +89,8 @@ def parse_speculative_config(setting: str | dict[str, Any]) -> SpeculativeConfig
     table = fields.get("num_speculative_tokens_per_batch_size")
     ranges = () if table is None else _ranges(table)
     static = fields.get("num_speculative_tokens")
+    if static is None and method == "suffix" and not ranges:
+        static = SUFFIX_DRAFTS
     most = max((k for _, _, k in ranges), default=0)
     if static is None and method == "mtp" and not ranges:
         static = 1  # what the layer was trained for
@@ -85,7 +112,27 @@ def parse_speculative_config(setting: str | dict[str, Any]) -> SpeculativeConfig
         raise ValueError(
             f"speculative_config: {static} drafts a step are more than the {MAX_DRAFTS} possible"
         )
-    return SpeculativeConfig(method, static, ranges, lowest, highest, adaptive, model)
+    if fields.get("disable_by_batch_size") is not None:
+        if ranges:
+            raise ValueError(
+                "speculative_config has disable_by_batch_size and "
+                "num_speculative_tokens_per_batch_size; the second one can say both"
+            )
+        last = _whole(fields["disable_by_batch_size"], "disable_by_batch_size", 1)
+        ranges = ((1, last, static), (last + 1, last + 1, 0))
+    longest = fields.get("max_model_len")
+    return SpeculativeConfig(
+        method,
+        static,
+        ranges,
+        lowest,
+        highest,
+        adaptive,
+        model,
+        _revision(method, fields.get("revision")),
+        NO_LIMIT if longest is None else _whole(longest, "max_model_len", 1),
+        _suffix(fields),
+    )
 
 
 def _fields_of(setting: str | dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +146,48 @@ def _fields_of(setting: str | dict[str, Any]) -> dict[str, Any]:
     return setting
 
 
+def _method(fields: dict[str, Any]) -> Any:
+    """The method, under the name that it has here; guessed from the drafter's name without one."""
+    method, model = fields.get("method"), fields.get("model")
+    if method is None and isinstance(model, str):
+        if model in METHODS:
+            method = model
+        else:
+            method = "eagle" if "eagle" in model.lower() else "draft_model"
+    return ALIASES.get(method, method) if isinstance(method, str) else method
+
+
+def _revision(method: str, revision: Any) -> str | None:
+    if revision is not None and (method not in WITH_FOLDER or not isinstance(revision, str)):
+        raise ValueError(
+            f"speculative_config.revision is the hub revision of the drafter of method "
+            f"{' or '.join(WITH_FOLDER)}, got {revision!r} for {method}"
+        )
+    return revision
+
+
+def _suffix(fields: dict[str, Any]) -> SuffixConfig:
+    start = "suffix_decoding_"
+
+    def given(name: str, default: Any) -> Any:
+        value = fields.get(start + name)
+        return default if value is None else value
+
+    default = SuffixConfig()
+    depth = _whole(given("max_tree_depth", default.max_tree_depth), start + "max_tree_depth", 3)
+    cached = _whole(given("max_cached_requests", 1), start + "max_cached_requests", 0)
+    rates = []
+    for name, most in (("max_spec_factor", float("inf")), ("min_token_prob", 1.0)):
+        value = given(name, getattr(default, name))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+            limit = "at least 0" if most > 1 else "from 0 to 1"
+            raise ValueError(
+                f"speculative_config.{start}{name} takes numbers {limit}, got {value!r}"
+            )
+        rates.append(float(value))
+    return SuffixConfig(depth, *rates, shares=cached > 0)
+
+
 def _model(method: str, model: Any) -> str:
     if method in WITH_FOLDER:
         if not isinstance(model, str) or not model:
@@ -106,7 +195,7 @@ def _model(method: str, model: Any) -> str:
                 f"speculative_config.model must name the drafter of method {method}, got {model!r}"
             )
         return model
-    if model is not None:
+    if model is not None and model != method:  # vLLM's users name a method in it too
         raise ValueError(
             f"speculative_config.model is for methods {', '.join(WITH_FOLDER)}, not for {method}"
         )

@@ -66,6 +66,7 @@ class Speculator:
         self._controller = _controller(config.adaptive, self._most)
         self._seen: set[str] = set()  # requests the proposer may know
         self._k = 0  # of the step that was chosen last
+        self._tried = 0  # drafts a row that were looked for before it
         self.stats = SpeculationStats(self._most)
         shapes = reachable_shapes(
             self._schedule, row_buckets(planner.max_num_seqs), config.adaptive
@@ -88,7 +89,7 @@ class Speculator:
     ) -> Bucket | Literal["wait"] | None:
         """Set the drafts of the next step and give its shape; None for a step without any."""
         scheduler.state.table.num_drafts[:] = 0
-        self._k = 0
+        self._k = self._tried = 0
         began = time.perf_counter()
         chosen = self._with_drafts(scheduler, bool(in_flight), depth)
         self.stats.seconds += time.perf_counter() - began
@@ -116,14 +117,18 @@ class Speculator:
             if in_flight:
                 return WAIT
             on_host = True
+        # The most tokens that steps in flight may add, and these drafts behind them.
+        room = self.config.max_model_len - (depth - 1) * (1 + k) - k
+        short = [request for request in running if request.num_tokens <= room]
         if self.config.has_model:
-            found = [_by_model(scheduler, request, k) for request in running]
+            found = [_by_model(scheduler, request, k) for request in short]
         else:
-            found = [self._drafts_of(scheduler, request, k, on_host) for request in running]
+            found = [self._drafts_of(scheduler, request, k, on_host) for request in short]
+        self._tried = k
+        self._forget_ended(scheduler)
         if not any(found):
             return None
         self._k = k
-        self._forget_ended(scheduler)
         return bucket
 
     def _drafts_of(self, scheduler: Scheduler, request: Request, k: int, on_host: bool) -> bool:
@@ -142,23 +147,32 @@ class Speculator:
                 self._proposer.forget(name)
             self._seen &= scheduler.state.requests.keys()
 
-    def planned(self, plan: StepPlan) -> int:
-        """K of this plan, the one of the last choice; 0 when its rows have no drafts."""
-        return self._k if plan.num_drafts.any() or plan.uncertain.any() else 0
+    def planned(self, plan: StepPlan) -> tuple[int, int]:
+        """K of this plan, the one of the last choice, 0 when its rows have no drafts; and how many
+        were looked for."""
+        with_drafts = plan.num_drafts.any() or plan.uncertain.any()
+        return (self._k if with_drafts else 0), self._tried
 
     def finished(
-        self, plan: StepPlan, result: StepResult, update: UpdateBatch, k: int, seconds: float
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        update: UpdateBatch,
+        planned: tuple[int, int],
+        seconds: float,
     ) -> None:
-        """Take note of a step's result. `seconds`: what it took, in a pipeline its share."""
+        """Take note of a step's result. `planned` is of its plan; `seconds`: all time since the
+        step before it, or since it was begun."""
         if plan.num_decode < plan.num_rows:
             return
+        k, tried = planned
         accepted, drafted = _accepted(result, update), 0
         if result.num_drafted is not None:
             drafted = int(result.num_drafted.sum())
             self.stats.add(int(np.count_nonzero(result.num_drafted)), drafted, accepted)
         self.stats.steps_by_k[k] += 1
         if self._controller is not None:
-            self._controller.observe(plan.num_rows, k, seconds, drafted, accepted)
+            self._controller.observe(plan.num_rows, max(k, tried), seconds, drafted, accepted)
 
 
 class SpeculationStats:

@@ -25,7 +25,12 @@ class Proposer(Protocol):
 def make_proposer(config: SpeculativeConfig) -> Proposer:
     """The drafter of the method."""
     if config.method == "suffix":
-        from jaxengine.speculate.suffix_proposer import SuffixProposer
+        from jaxengine.speculate.suffix_proposer import SHARED_TOKENS, SuffixProposer
 
-        return SuffixProposer()
+        return SuffixProposer(
+            max_tree_depth=config.suffix.max_tree_depth,
+            max_spec_factor=config.suffix.max_spec_factor,
+            min_token_prob=config.suffix.min_token_prob,
+            shared_tokens=SHARED_TOKENS if config.suffix.shares else 0,
+        )
     return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from jaxengine.sched.plan import Int32
 from jaxengine.speculate.suffix import NOTHING, CountTrie, Drafts
 
+SHARED_TOKENS = 200_000
+
 
 @dataclass
 class _Own:
@@ -29,7 +31,7 @@ class SuffixProposer:
         max_spec_factor: float = 1.0,
         min_token_prob: float = 0.1,
         min_match: int = 2,
-        shared_tokens: int = 200_000,
+        shared_tokens: int = SHARED_TOKENS,
     ) -> None:
         """`max_spec_factor`: most drafts for every token of the suffix that was found, 0 = no such
         limit. `shared_tokens` 0 keeps every request to itself. Raises ValueError naming what is

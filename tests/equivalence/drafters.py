@@ -84,8 +84,8 @@ def with_extra_layer(folder: Path) -> Path:
     return folder
 
 
-def drafting(method: str, folder: Path) -> EngineCore:
-    """The session's engine with this drafter; `folder` is empty or has been used for it."""
+def setting_of(method: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """(target, speculative_config) with this drafter; `folder` is empty or has been used for it."""
     model, drafter = "llama", folder / method
     if method == "eagle" and not drafter.exists():
         repeating_head(drafter)
@@ -99,6 +99,12 @@ def drafting(method: str, folder: Path) -> EngineCore:
         setting["model"] = str(GOLDENS / "llama")
     elif method == "eagle":
         setting["model"] = str(drafter)
+    return model, setting
+
+
+def drafting(method: str, folder: Path) -> EngineCore:
+    """The session's engine with this drafter."""
+    model, setting = setting_of(method, folder)
     return engine(**SMALL, model=model, speculative_config=json.dumps(setting))
 
 

@@ -67,6 +67,17 @@ BAD = {
         "model .* got 3",
     ),
     "own layers": ({"method": "mtp", "model": "x"}, "model is for methods eagle, draft_model"),
+    "one device": (table([1, 1, 1], draft_tensor_parallel_size=2), "takes 1 or null, got 2"),
+    "quantized": (table([1, 1, 1], quantization="fp8"), "quantization takes null, got 'fp8'"),
+    "parallel": (table([1, 1, 1], parallel_drafting=True), "parallel_drafting takes false or null"),
+    "one is true": (table([1, 1, 1], enforce_eager=1), "enforce_eager takes false or null, got 1"),
+    "both": (table([1, 9, 2], disable_by_batch_size=4), "has disable_by_batch_size and num_spec"),
+    "batch": ({"method": "ngram", "disable_by_batch_size": 0, **K2}, "disable_by_batch_size takes"),
+    "revision": (table([1, 1, 1], revision="main"), "revision is the hub revision of the drafter"),
+    "length": (table([1, 1, 1], max_model_len=0), "max_model_len takes whole numbers"),
+    "depth": (table([1, 1, 1], suffix_decoding_max_tree_depth=2), "max_tree_depth .* at least 3"),
+    "prob": (table([1, 1, 1], suffix_decoding_min_token_prob=2), "min_token_prob .* from 0 to 1"),
+    "medusa": ({"method": "medusa", "model": "x", **K2}, "method must be one of"),
     "text": ("{", "is not JSON"),
     "list": ("[1]", "must be a JSON object"),
 }
@@ -93,6 +104,28 @@ def test_a_drafter_with_a_model() -> None:
     assert parse_speculative_config({"method": "mtp"}).num_speculative_tokens == 1
 
 
+def test_what_users_of_vllm_send() -> None:
+    """Fields that say what happens anyway are taken; names mean what they mean there."""
+    config = parse_speculative_config(
+        {"model": "some/EAGLE3-head", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1,
+         "quantization": None, "parallel_drafting": False, "revision": "v2", "max_model_len": 99,
+         "disable_by_batch_size": 8, "draft_sample_method": "greedy"}
+    )  # fmt: skip
+    assert (config.method, config.revision, config.max_model_len) == ("eagle", "v2", 99)
+    assert compile_schedule(config, 10) == [0] + [3] * 8 + [0, 0]
+    assert parse_speculative_config({"model": "some/small-model", **K2}).method == "draft_model"
+    assert parse_speculative_config({"model": "ngram", **K2}).method == "ngram"
+    assert parse_speculative_config({"model": "ngram", "method": "ngram", **K2}).model == ""
+    assert parse_speculative_config({"model": "x", "method": "eagle3", **K2}).method == "eagle"
+    assert parse_speculative_config({"method": "ngram_gpu", **K2}).method == "ngram"
+    suffix = parse_speculative_config(
+        {"method": "suffix", "suffix_decoding_max_tree_depth": 9, "suffix_decoding_min_token_prob":
+         0.5, "suffix_decoding_max_cached_requests": 0}
+    )  # fmt: skip
+    assert suffix.num_speculative_tokens == 7 and not suffix.suffix.shares
+    assert (suffix.suffix.max_tree_depth, suffix.suffix.min_token_prob) == (9, 0.5)
+
+
 def test_few_programs() -> None:
     assert [width_of(k) for k in (1, 2, 3, 4, 5, 6, 7, 9)] == [1, 2, 3, 5, 5, 7, 7, 9]
     assert choices(4) == (0, 1, 2, 3, 4) and choices(0) == (0,)
@@ -104,7 +137,7 @@ def test_few_programs() -> None:
 
 def test_settings_that_cannot_work_together_are_refused_before_anything_is_loaded() -> None:
     spec = {"method": "ngram", "num_speculative_tokens": 2}
-    for clash in ({"pipeline_parallel_size": 2}, {"enable_fault_tolerance": True}):
+    for clash in ({"pipeline_parallel_size": 2}, {"attention_data_parallel_size": 2}):
         config = EngineConfig.of(model="nowhere", speculative_config=spec, **clash)
         with pytest.raises(ValueError, match=f"does not work with {next(iter(clash))}"):
             EngineCore(config)

@@ -112,6 +112,63 @@ def test_rows_without_drafts_count() -> None:
     assert np.mean(run.chosen[-300:]) < 0.5
 
 
+def test_what_is_found_after_long_is_used_at_once() -> None:
+    """A look-up that finds nothing for long says nothing about what it will find."""
+    run = Run(6).steps(300, 1, 0.95, flat)
+    run.steps(2000, 1, 0.95, flat, drafted=0.0)
+    assert np.mean(run.steps(60, 1, 0.95, flat).chosen[-60:]) > 4
+
+
+def test_looking_in_vain_is_paid_for() -> None:
+    """A drafter on the host that keeps the device waiting, and finds nothing."""
+    run = Run(7)
+    for _ in range(2000):
+        k = run.control.choose(8)
+        seconds = 0.013 if k else 0.010
+        run.control.observe(8, k, seconds, 0, [])
+        run.seconds += seconds
+    assert 2000 * 0.010 / run.seconds > 0.97
+
+
+def test_batches_of_one_program_take_as_long() -> None:
+    """17 to 32 rows run in the same shape; a batch that shrinks or grows hides no loss."""
+    rng = np.random.default_rng(8)
+    run = Run(8)
+    for batch in rng.integers(17, 33, 150):
+        run.steps(20, int(batch), 0.25, steep)
+    assert run.against_plain > 0.97
+
+
+def test_the_step_behind_drafts_is_no_reference() -> None:
+    """Between a step with drafts and one without the device waits for the host."""
+    control, before = AdaptiveK((0, 1)), 0
+    lost = total = 0.0
+    for _ in range(4000):
+        k = control.choose(4)
+        seconds = (0.0115 if k else 0.010) + (0.004 if before and not k else 0.0)
+        accepted = [1] if k else []  # 1.25 tokens a row would do: 0.0115 < 0.0125
+        control.observe(4, k, seconds, 4 * k, accepted)
+        lost += seconds - 0.010 * (1 + sum(accepted) / 4)
+        total += seconds
+        before = k
+    assert abs((control.rate(4, 0) or 0) * 0.010 / 4 - 1) < 0.01
+    assert lost < 0.0
+
+
+def test_exploring_outlives_a_wait() -> None:
+    """A drafter on the host must wait for the step in flight, and is asked again behind it."""
+    control, tried = AdaptiveK((0, 3)), 0
+    for step in range(1200):
+        k = control.choose(1)
+        if k and control.choose(1) == k:  # what is in flight ends first, without drafts
+            control.observe(1, 0, 0.010, 0, [])
+            k = control.choose(1)
+        good = step > 400
+        control.observe(1, k, 0.012 if k else 0.010, k, [int(good)] * k)
+        tried += step > 900 and k > 0
+    assert tried > 200
+
+
 def test_first_steps_and_bad_input() -> None:
     control = AdaptiveK((3, 1))
     assert control.allowed == (0, 1, 3)

@@ -1,0 +1,110 @@
+"""Speculation while the device lives in a worker process that may fail: the same tokens as
+without, before and after every kind of recovery."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import random
+from typing import Any
+
+import psutil
+import pytest
+from drafters import METHODS, RANGES, SMALL, setting_of
+from engine_runs import GOLDENS, MAX_LEN, ids_of, oracle_engine, prompt_of, request, run
+from test_speculation import in_turns, spec_figures
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.core import EngineCore
+from jaxengine.engine.fault.inject import Fault
+from jaxengine.engine.messages import EngineRequest
+from jaxengine.executor.worker import WorkerExecutor
+from jaxengine.executor.worker_process import WorkerDied, WorkerError
+
+LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+ADAPTIVE = {"method": "ngram", "adaptive": True, "num_speculative_tokens": 2, **LOOKUP}
+
+
+def supervised(model: str, setting: dict[str, Any], faults: str | None = None) -> EngineCore:
+    """An engine whose device is a worker's; of the programs that the other suites compile."""
+    return EngineCore(
+        EngineConfig.of(
+            **SMALL,
+            model=str(GOLDENS / model),
+            max_model_len=MAX_LEN,
+            block_size=4,
+            max_logprobs=5,
+            num_gpu_blocks_override=MAX_LEN // 4,
+            warmup="lazy",
+            enable_fault_tolerance=True,
+            inject_faults=faults,
+            speculative_config=json.dumps(setting),
+        )
+    )
+
+
+def requests_of(rng: random.Random) -> list[EngineRequest]:
+    texts = [prompt_of(rng, 6) * 3 for _ in range(3)]
+    more: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 4}, {}]
+    return [
+        request(f"{i}", text, max_tokens=30, allowed_token_ids=[7, 8, 9], **params)
+        for i, (text, params) in enumerate(zip(texts, more, strict=True))
+    ]
+
+
+def fails(core: EngineCore, kind: type[Exception], requests: list[EngineRequest]) -> None:
+    with pytest.raises(kind):
+        run(core, requests)
+    core.on_fault()
+
+
+def check(model: str, setting: dict[str, Any], recoveries: tuple[str, ...]) -> None:
+    """Before the second round a step raises and the worker is reset; before the next the worker
+    is killed and replaced; before the last a step raises and the worker is replaced."""
+    requests = requests_of(random.Random(3))
+    want = ids_of(run(oracle_engine(model), requests))
+    core = supervised(model, setting)
+    executor = core.executor
+    assert isinstance(executor, WorkerExecutor)
+    try:
+        for recover in ("", *recoveries):
+            if recover in ("retry", "both"):
+                at = executor._injector._counts["step"] + 9
+                executor._injector._faults = (Fault("raise", at),)
+                fails(core, WorkerError, requests)
+                core.recover(respawn=recover == "both")
+            elif recover:
+                core.add_request(requests[0])
+                for _ in range(9):
+                    core.step()
+                psutil.Process(executor.pid).kill()
+                fails(core, WorkerDied, requests[1:])
+                core.recover(respawn=True)
+            before = spec_figures(core)
+            assert ids_of(in_turns(core, requests, every=8)) == want, recover
+            after = spec_figures(core)
+            if setting.get("adaptive"):  # it may find that drafts do not pay
+                assert after["steps_k0"] > before["steps_k0"]
+            else:
+                assert after["num_draft_tokens"] - before["num_draft_tokens"] > 10, recover
+            core.scheduler.check_integrity()
+        assert core.epoch == sum(one != "retry" for one in recoveries)
+    finally:
+        core.shutdown()
+
+
+def test_look_ups() -> None:
+    table = {"num_speculative_tokens_per_batch_size": RANGES}
+    check("llama", {"method": "ngram", **table, **LOOKUP}, ("retry", "respawn"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", ["suffix", "adaptive", *METHODS])
+def test_other_drafters(method: str, tmp_path: pathlib.Path) -> None:
+    model, setting = "llama", ADAPTIVE
+    if method == "suffix":
+        setting = {"method": "suffix", "num_speculative_tokens": 3}
+    elif method in METHODS:
+        model, setting = setting_of(method, tmp_path)
+    check(model, setting, ("retry", "respawn", "both"))
