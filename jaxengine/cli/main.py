@@ -293,6 +293,7 @@ def train_draft(
     max_prompt: int = 128,
     drafts: int = 4,
     draft_vocab_size: int = 8192,
+    features: int = 1,
     ffn_size: int = 0,
     layers: int = 2,
     batch_size: int = 256,
@@ -325,10 +326,13 @@ def train_draft(
         Drafts in a row that it is trained for.
     draft_vocab_size
         Tokens that can be drafted, the most frequent ones; 0 = all.
+    features
+        1: a recurrent head on the model's last states; 3: an EAGLE-3 head with attention, on the
+        states inside of three layers.
     ffn_size
-        Width of the head's MLP; 0 = twice the model's width.
+        Width of the head's MLP; 0 = twice the model's width, of an EAGLE-3 head the model's own.
     layers
-        Layers of the head.
+        Layers of a recurrent head.
     batch_size
         Positions in one training step.
     learning_rate
@@ -343,7 +347,8 @@ def train_draft(
     return run_train_draft(
         TrainDraft(
             model or "demo", output, prompts, steps, minutes, tokens, max_tokens, max_prompt,
-            drafts, draft_vocab_size, ffn_size, layers, batch_size, learning_rate, seed, progress,
+            drafts, draft_vocab_size, features, ffn_size, layers, batch_size, learning_rate, seed,
+            progress,
         )
     )  # fmt: skip
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine import platform
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from jaxengine.models.spec import DecoderSpec
     from jaxengine.speculate.draft_data import Corpus
     from jaxengine.speculate.draft_head import DraftParams
-    from jaxengine.speculate.draft_train import Acceptance
+    from jaxengine.speculate.draft_train import Acceptance, Progress, TrainSettings
     from jaxengine.weights.resolve import ModelFiles
 
 _HELD_OUT = 24  # prompts at most that only measure
@@ -37,6 +40,7 @@ class TrainDraft:
     max_prompt: int = 128
     drafts: int = 4
     draft_vocab_size: int = 8192
+    features: int = 1
     ffn_size: int = 0
     layers: int = 2
     batch_size: int = 256
@@ -71,13 +75,34 @@ def run_train_draft(options: TrainDraft) -> int:
     mark = fingerprint(files)
     work = options.output / "work"
     _claim(work, options, mark)
-    train_set, held_out, target = _corpora(options, files, spec, work, began)
+    taps: tuple[int, ...] = ()
+    if options.features == 3:
+        from jaxengine.speculate.eagle_train import form_for
+
+        taps = form_for(spec, options.ffn_size, 1).taps
+    train_set, held_out, target = _corpora(options, files, spec, work, began, taps)
     texted = time.monotonic()
     ids, cover = choose_vocabulary(train_set, spec.vocab_size, options.draft_vocab_size)
     _say(
         f"{len(train_set.tokens)} tokens in {train_set.num_texts} texts after "
         f"{texted - began:.0f} s; {len(ids)} draft tokens cover {cover:.1%} of what was written"
     )
+    frozen = {k: target[k] for k in ("embed", "head") if k in target}
+    settings = draft_train.TrainSettings(
+        steps=options.steps,
+        seconds=max(20.0, options.minutes * 60 * 0.95 - (texted - began)),
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+    )
+    report = {
+        "train_tokens": len(train_set.tokens),
+        "seconds_before_training": round(texted - began, 1),
+    }
+    if taps:
+        norm = np.asarray(target["final_norm"])
+        run = _Run(options, work, train_set, held_out, settings, report, began)
+        return _train_layer(run, spec, mark, files.name, frozen, norm, ids)
     config = draft_head.DraftConfig(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -92,7 +117,6 @@ def run_train_draft(options: TrainDraft) -> int:
         fingerprint=mark,
     )
     leaves = draft_head.init_params(config, options.seed)
-    frozen = {k: target[k] for k in ("embed", "head") if k in target}
     params = draft_head.attach(leaves, ids, frozen)
     on_cpu = jax.default_backend() == "cpu"
     fixed: DraftParams = {
@@ -101,13 +125,6 @@ def run_train_draft(options: TrainDraft) -> int:
         # bfloat16 products are slow in the backward pass on CPU
         "head": params["head"].astype(jnp.float32) if on_cpu else params["head"],
     }
-    settings = draft_train.TrainSettings(
-        steps=options.steps,
-        seconds=max(20.0, options.minutes * 60 * 0.95 - (texted - began)),
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-    )
     trained, record = draft_train.train(
         config,
         fixed,
@@ -120,23 +137,82 @@ def run_train_draft(options: TrainDraft) -> int:
     drafts = max(options.drafts, _REPORT_DRAFTS)
     served = draft_head.attach(trained, ids, frozen)  # as it will be served
     result = draft_train.evaluate(config, served, held_out, drafts)
-    report = {
-        "steps": record.step,
-        "train_tokens": len(train_set.tokens),
-        "seconds_before_training": round(texted - began, 1),
-        "seconds_of_training": round(record.seconds, 1),
-        "last_loss": round(float(np.mean(record.losses[-50:])), 4) if record.losses else None,
-        "acceptance_by_position": [round(x, 4) for x in result.by_position],
-        "held_out_positions": result.count,
-    }
+    report |= _outcome(record, result)
     draft_store.save(options.output, draft_store.Draft(config, dict(trained), ids), report)
     written = draft_train.write_losses(options.output, record.losses)
     _show(options, result, record.step, record.seconds, time.monotonic() - began, written)
     return 0
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What a training needs beside the model."""
+
+    options: TrainDraft
+    work: Path
+    train_set: Corpus
+    held_out: Corpus
+    settings: TrainSettings
+    report: dict[str, Any]
+    began: float
+
+
+def _train_layer(
+    run: _Run,
+    spec: DecoderSpec,
+    mark: str,
+    name: str,
+    frozen: dict[str, Any],
+    final_norm: NDArray[Any],
+    ids: NDArray[np.int32],
+) -> int:
+    """An EAGLE-3 head, saved as it is published."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxengine.speculate import draft_train, eagle_train
+    from jaxengine.speculate.eagle_files import EagleHead, write_eagle
+
+    options, drafts = run.options, max(run.options.drafts, _REPORT_DRAFTS)
+    form = eagle_train.form_for(spec, options.ffn_size, len(ids))
+    leaves = eagle_train.init_leaves(form, spec, final_norm, options.seed)
+    rows = jnp.asarray(frozen.get("head", frozen["embed"]), jnp.float32)[jnp.asarray(ids)]
+    fixed = {"embed": frozen["embed"], "head": rows, "vocab_ids": jnp.asarray(ids)}
+    longest = options.max_prompt + options.max_tokens
+    settings = replace(run.settings, batch_size=max(1, options.batch_size // longest))
+    trained, record = eagle_train.train_eagle(
+        form, spec, fixed, leaves, run.train_set, options.drafts, settings,
+        run.work / "checkpoints", progress=options.progress,
+    )  # fmt: skip
+    result = eagle_train.evaluate_eagle(form, {**trained, **fixed}, run.held_out, drafts)
+    own = {"head": np.asarray(rows), "vocab_ids": ids}
+    report = run.report | _outcome(record, result)
+    write_eagle(options.output, EagleHead(form, {**trained, **own}), name, mark, report)
+    written = draft_train.write_losses(options.output, record.losses)
+    total = time.monotonic() - run.began
+    _show(options, result, record.step, record.seconds, total, written)
+    return 0
+
+
+def _outcome(record: Progress, result: Acceptance) -> dict[str, Any]:
+    """For the drafter's config.json."""
+    last = record.losses[-50:]
+    return {
+        "steps": record.step,
+        "seconds_of_training": round(record.seconds, 1),
+        "last_loss": round(sum(last) / len(last), 4) if last else None,
+        "acceptance_by_position": [round(x, 4) for x in result.by_position],
+        "held_out_positions": result.count,
+    }
+
+
 def _corpora(
-    options: TrainDraft, files: ModelFiles, spec: DecoderSpec, work: Path, began: float
+    options: TrainDraft,
+    files: ModelFiles,
+    spec: DecoderSpec,
+    work: Path,
+    began: float,
+    taps: tuple[int, ...],
 ) -> tuple[Corpus, Corpus, Any]:
     """Training and held-out texts with the target's states, from the last run if it has them; and
     the target's parameters."""
@@ -155,7 +231,7 @@ def _corpora(
     target = load_params(files, spec, dtype, jnp.asarray, options.progress)
     corpora = []
     for path, part in zip(kept, (texts, held_out), strict=True):
-        corpora.append(draft_data.collect(spec, target, part, progress=options.progress))
+        corpora.append(draft_data.collect(spec, target, part, taps=taps, progress=options.progress))
         draft_data.save_corpus(path, corpora[-1])
     return corpora[0], corpora[1], target
 
@@ -228,6 +304,8 @@ def _check(options: TrainDraft) -> None:
         raise ValueError(f"--minutes must be above 0, got {options.minutes}")
     if not options.learning_rate > 0:
         raise ValueError(f"--learning-rate must be above 0, got {options.learning_rate}")
+    if options.features not in (1, 3):
+        raise ValueError(f"--features must be 1 or 3, got {options.features}")
     if options.drafts > 16:
         raise ValueError(f"--drafts must be at most 16, got {options.drafts}")
 

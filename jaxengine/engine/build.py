@@ -112,7 +112,8 @@ def build(config: EngineConfig) -> Built:
     asked = config.model.max_logprobs
     num_logprobs = spec.vocab_size if asked < 0 else min(asked, spec.vocab_size)
     sizes = row_buckets(planner.max_num_seqs)
-    step = StepConfig(spec, batch_shape, num_logprobs, sizes, layout)
+    taps = () if prospect is None else prospect.taps
+    step = StepConfig(spec, batch_shape, num_logprobs, sizes, layout, taps)
     state = state_shapes(spec, batch_shape, slot_shape, kv_dtype, layout)
     buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
     shapes = param_shapes(spec, kv_dtype, layout.tensor_size)

@@ -75,12 +75,16 @@ def decode(
     plan: AttentionPlan,
     layout: StepLayout,
     stage: Stage = WHOLE,
-) -> tuple[Float[Array, "T D"], KV]:
+    taps: tuple[int, ...] = (),
+) -> tuple[Float[Array, "T W"], KV]:
     """Run the stage's layers over the step's tokens; returns hidden states and the cache.
 
     `inputs` are token ids for the first stage, else the stage before's hidden states; the last
     stage's are final-normed. `params["layers"]` and `kv` are the stage's. Inside a shard_map they
     are this device's, and `spec` the whole model's.
+
+    `taps`, ascending: the states that come out of so many layers stand behind the final ones, so
+    that W is D * (1 + taps). For drafters that read them; one stage without overlap.
     """
     data = layout.data_size if layout.data_axis else 1
     local = spec
@@ -96,15 +100,20 @@ def decode(
     if layout.dbo:
         x, kv = _in_halves(local, layout, params, kv, x, plan, layers.start)
         return _ended(local, x, params, stage), kv
-    plan = _with_work(local, layout, plan, kv)
-    tables = _rope_tables(local, plan.positions)
+    plan = with_work(local, layout, plan, kv)
+    tables = all_rope_tables(local, plan.positions)
     valid = jnp.arange(inputs.shape[0]) < plan.num_tokens if local.moe is not None else None
-    written = []
+    written, tapped = [], []
     for i, layer, cache in zip(layers, params["layers"], kv, strict=True):
+        if i in taps:
+            tapped.append(x)
         kind, of_layer = _kind(local, i, layout), _tables_of(local, i, tables)
         x, cache = _layer(local, layout, kind, x, layer, cache, plan, of_layer, valid)
         written.append(cache)
-    return _ended(local, x, params, stage), tuple(written)
+    if layers.stop in taps:
+        tapped.append(x)
+    ended = _ended(local, x, params, stage)
+    return jnp.concatenate([ended, *tapped], -1) if tapped else ended, tuple(written)
 
 
 def _ended(spec: DecoderSpec, x: Array, params: Params, stage: Stage) -> Array:
@@ -124,8 +133,8 @@ def _in_halves(
     cut = cut_of(plan.num_tokens)
     shape = kv[0][0].shape
     num_slots = shape[0] * (shape[3] if len(shape) == 5 else shape[1])
-    plans = [_with_work(spec, layout, part, kv) for part in split_plan(plan, num_slots)]
-    tables = [_rope_tables(spec, part.positions) for part in plans]
+    plans = [with_work(spec, layout, part, kv) for part in split_plan(plan, num_slots)]
+    tables = [all_rope_tables(spec, part.positions) for part in plans]
     halves = [
         Half(part, jnp.arange(part.shape[0]) < of.num_tokens)
         for part, of in zip(split(x, cut), plans, strict=True)
@@ -162,7 +171,7 @@ def _in_halves(
     return join(done[0].x, done[1].x, cut, x.shape[0]), tuple(written)
 
 
-def _with_work(spec: DecoderSpec, layout: StepLayout, plan: AttentionPlan, kv: KV) -> AttentionPlan:
+def with_work(spec: DecoderSpec, layout: StepLayout, plan: AttentionPlan, kv: KV) -> AttentionPlan:
     """The plan with the kernels' work lists."""
     if spec.mla is not None:
         return latent_work(plan, layout, spec)
@@ -181,7 +190,7 @@ def _tables_of(spec: DecoderSpec, layer: int, tables: dict[RopeSpec, Tables]) ->
     return None if rope is None else tables[rope]
 
 
-def _rope_tables(spec: DecoderSpec, positions: Int[Array, "T"]) -> dict[RopeSpec, Tables]:
+def all_rope_tables(spec: DecoderSpec, positions: Int[Array, "T"]) -> dict[RopeSpec, Tables]:
     width = spec.mla.rope_dim if spec.mla is not None else spec.rotary_dim or spec.head_dim
     ropes = dict.fromkeys(spec.layer_rope(i) for i in range(spec.num_layers))
     return {rope: rope_tables(rope, width, positions) for rope in ropes if rope is not None}
@@ -234,7 +243,7 @@ def _attend(
         assert tables is not None
         attended, cache = latent_attention(spec, p, normed, cache, plan, layout, tables)
     else:
-        attended, cache = _attention(spec, layout, kind, normed, p, cache, plan, tables)
+        attended, cache = attention(spec, layout, kind, normed, p, cache, plan, tables)
     y = row_parallel(attended, p["o"], layout, p.get("o_bias"))
     return _add(spec, x, y, p, "attn_post_norm"), cache
 
@@ -250,7 +259,7 @@ def _add(spec: DecoderSpec, x: Array, y: Array, p: dict[str, Any], post_norm: st
     return x + (y if spec.residual_scale == 1.0 else y * spec.residual_scale)
 
 
-def _attention(
+def attention(
     spec: DecoderSpec,
     layout: StepLayout,
     kind: LayerKind,
@@ -260,7 +269,7 @@ def _attention(
     plan: AttentionPlan,
     tables: Tables | None,
 ) -> tuple[Float[Array, "T HC"], LayerCache]:
-    """Heads' outputs side by side, before `o`."""
+    """Heads' outputs side by side, before `o`. A drafter's layer may have a wider `x`."""
     tokens = x.shape[0]
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     qkv = linear(x, p["qkv"], p.get("qkv_bias"))

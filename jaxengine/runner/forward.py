@@ -31,6 +31,25 @@ class StepConfig:
     num_logprobs: int  # K
     row_buckets: tuple[int, ...]  # sizes of the sample programs, ascending
     layout: StepLayout = StepLayout()
+    taps: tuple[int, ...] = ()  # see `models.decoder.decode`
+
+    @property
+    def width(self) -> int:
+        """W, of the hidden states that `forward` gives: final ones, and those of the taps."""
+        return self.spec.hidden_size * (1 + len(self.taps))
+
+    @property
+    def feature_width(self) -> int:
+        """Of what drafters read: the taps' states, without taps the final ones."""
+        return self.spec.hidden_size * (len(self.taps) or 1)
+
+    def final(self, hidden: Float[Array, "T W"]) -> Float[Array, "T D"]:
+        """The final hidden states, which the output head reads."""
+        return hidden[:, : self.spec.hidden_size] if self.taps else hidden
+
+    def features(self, hidden: Float[Array, "T W"]) -> Float[Array, "T F"]:
+        """What drafters read."""
+        return hidden[:, self.spec.hidden_size :] if self.taps else hidden
 
 
 class ForwardOutput(NamedTuple):
@@ -78,7 +97,7 @@ def forward(
         num_items=header["num_items"],
     )
     layout = replace(config.layout, dbo=bucket.dbo)
-    hidden, kv = decode(config.spec, params, kv, inputs, plan, layout, stage)
+    hidden, kv = decode(config.spec, params, kv, inputs, plan, layout, stage, config.taps)
     if not stage.is_last:
         return kv, hidden
     picked = hidden[part["logits_index"]]

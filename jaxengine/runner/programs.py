@@ -260,7 +260,7 @@ class Programs:
     def _lowered(self, key: Key) -> Any:
         config, slots, devices = self._config, self._state.slots, self._devices
         data, shards = devices.data, devices.num_shards
-        width = config.spec.hidden_size
+        width = config.width
         if isinstance(key.size, Bucket):
             match key.kind:
                 case "lookup":
@@ -300,7 +300,7 @@ class Programs:
             num_rows = config.row_buckets[-1]
 
             def run_pool(hidden: Array, index: Array) -> Array:
-                return devices.fetched(pool_rows(hidden, index, num_rows))
+                return devices.fetched(pool_rows(config.final(hidden), index, num_rows))
 
             return devices.lower(
                 run_pool, (hidden, _ints(shards * size)), (data, data), devices.fetch

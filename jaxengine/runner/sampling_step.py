@@ -40,7 +40,7 @@ def sample_rows(
     Output row: token id (-1: none), bad flag, rank, K+1 ids, K+1 log-probability bits.
     """
     part = sections(rows_layout(num_rows), blob)
-    logits = head(config.spec, params, hidden, config.layout)
+    logits = head(config.spec, params, config.final(hidden), config.layout)
     inputs = sampling_inputs(part, slots)
     inputs = inputs._replace(grammar=mask, use_grammar=part["use_grammar"][0] > 0)
     out = sample(logits, inputs, config.num_logprobs)
@@ -62,7 +62,10 @@ def score_prompt(
 ) -> Int[Array, "T X"]:
     """Log-probabilities of the next prompt tokens: rank, K+1 ids, K+1 log-probability bits."""
     ids, values, ranks = prompt_logprobs(
-        hidden, targets, lambda h: head(config.spec, params, h, config.layout), config.num_logprobs
+        config.final(hidden),
+        targets,
+        lambda h: head(config.spec, params, h, config.layout),
+        config.num_logprobs,
     )
     return jnp.concatenate([ranks[:, None], ids, _bits(values)], axis=1)
 

@@ -41,7 +41,7 @@ class SpecShapes:
     def counted(self) -> Counted:
         """Shapes of what is kept beside the slots."""
         remembers = self.drafter is not None and self.drafter.remembers
-        return counted_shapes(self.state.slots, self.config.spec.hidden_size if remembers else None)
+        return counted_shapes(self.state.slots, self.config.feature_width if remembers else None)
 
 
 def lower_lookup(of: SpecShapes, bucket: Bucket, lookup: Lookup) -> Any:
@@ -140,7 +140,7 @@ def lower_follow(of: SpecShapes, bucket: Bucket) -> Any:
         return jax.jit(run_follow_drafts, donate_argnums=(1,)).lower(*args)
     hidden = None
     if drafter.reads_hidden:
-        hidden = jax.ShapeDtypeStruct((bucket.tokens, config.spec.hidden_size), jnp.float32)
+        hidden = jax.ShapeDtypeStruct((bucket.tokens, config.width), jnp.float32)
     blob = _ints(layout_of(bucket, config.shape).size)
     args = (drafter.params, drafter.kv, of.state.slots.history, hidden, blob)
     return jax.jit(run_follow, donate_argnums=(1,)).lower(*args)
@@ -150,15 +150,15 @@ def lower_remember(of: SpecShapes, rows: int) -> Any:
     """(feature, hidden, rows blob) -> feature."""
 
     def run_remember(feature: Array, hidden: Array, blob: Array) -> Array:
-        return remember(rows, feature, hidden, blob)
+        return remember(rows, feature, of.config.features(hidden), blob)
 
-    hidden = jax.ShapeDtypeStruct((rows, of.config.spec.hidden_size), jnp.float32)
+    hidden = jax.ShapeDtypeStruct((rows, of.config.width), jnp.float32)
     args = (of.counted.feature, hidden, _ints(rows_layout(rows).size))
     return jax.jit(run_remember, donate_argnums=(0,)).lower(*args)
 
 
 def _drafted(of: SpecShapes, bucket: Bucket) -> Drafted:
-    hidden = jax.ShapeDtypeStruct((bucket.tokens, of.config.spec.hidden_size), jnp.float32)
+    hidden = jax.ShapeDtypeStruct((bucket.tokens, of.config.width), jnp.float32)
     shapes: Any = (hidden, _ints(bucket.rows, bucket.drafts), _ints(bucket.rows))
     return Drafted(*shapes)
 

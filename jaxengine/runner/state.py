@@ -36,7 +36,7 @@ class Counted(NamedTuple):
     for drafters that start from it."""
 
     length: Int[Array, "R"]
-    feature: Float[Array, "R D"] | None = None
+    feature: Float[Array, "R F"] | None = None
 
 
 class DeviceState(NamedTuple):
@@ -66,7 +66,7 @@ def new_state[T](shapes: T) -> T:
 
 
 def counted_shapes(slots: SlotState, width: int | None) -> Counted:
-    """ShapeDtypeStructs; `width` D of the features, None: there are none."""
+    """ShapeDtypeStructs; `width` F of the features, None: there are none."""
     last = slots.last_token
     feature: Any = None
     if width is not None:

@@ -47,7 +47,8 @@ class Corpus:
     """Texts end to end, N tokens. `start` [texts + 1] are their borders.
 
     `hidden` are the target's final-normed states, `best` its greedy choice after each token, and
-    `log_sum` the log of the sum of exponentials of its logits.
+    `log_sum` the log of the sum of exponentials of its logits. `tapped`: its states inside, side
+    by side, for heads that read them.
     """
 
     tokens: NDArray[np.int32]  # [N]
@@ -56,6 +57,7 @@ class Corpus:
     log_sum: NDArray[np.float32]  # [N]
     start: NDArray[np.int64]
     num_prompt: NDArray[np.int64]  # [texts]
+    tapped: NDArray[np.float16] | None = None  # [N, F]
 
     @property
     def num_texts(self) -> int:
@@ -74,7 +76,7 @@ class Corpus:
 
 
 def save_corpus(path: Path, corpus: Corpus) -> None:
-    save_file(vars(corpus), path)
+    save_file({name: array for name, array in vars(corpus).items() if array is not None}, path)
 
 
 def load_corpus(path: Path) -> Corpus:
@@ -160,14 +162,19 @@ def encode(llm: LLM, prompt: Prompt) -> list[int]:
 
 
 def collect(
-    spec: DecoderSpec, params: Params, texts: list[Text], *, progress: bool = True
+    spec: DecoderSpec,
+    params: Params,
+    texts: list[Text],
+    *,
+    taps: tuple[int, ...] = (),
+    progress: bool = True,
 ) -> Corpus:
-    """Run the target over the texts. Every text is a row of one batch of fixed shape, padded at
-    its end, where causal attention does not see the padding."""
+    """Run the target over the texts (`taps`: see `models.decoder.decode`). Every text is a row of
+    one batch of fixed shape, padded at its end, where causal attention does not see it."""
     longest = max(len(text.token_ids) for text in texts)
     length = -(-longest // _BLOCK) * _BLOCK
     rows = max(1, _BATCH_TOKENS // length)
-    run = _program(spec, rows, length)
+    run = _program(spec, rows, length, taps)
     ids, hidden, best, log_sum = [], [], [], []
     for first in tqdm(
         range(0, len(texts), rows), desc="Reading states", unit="batch", disable=not progress
@@ -184,21 +191,23 @@ def collect(
             best.append(choices[here])
             log_sum.append(sums[here])
     sizes = [len(text.token_ids) for text in texts]
+    states, width = np.concatenate(hidden), spec.hidden_size
     return Corpus(
         np.concatenate(ids),
-        np.concatenate(hidden),
+        np.ascontiguousarray(states[:, :width]),
         np.concatenate(best),
         np.concatenate(log_sum),
         np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         np.array([text.num_prompt for text in texts], np.int64),
+        np.ascontiguousarray(states[:, width:]) if taps else None,
     )
 
 
-Collected = tuple[Float[Array, "T D"], Int[Array, "T"], Float[Array, "T"]]
+Collected = tuple[Float[Array, "T W"], Int[Array, "T"], Float[Array, "T"]]
 
 
 def _program(
-    spec: DecoderSpec, rows: int, length: int
+    spec: DecoderSpec, rows: int, length: int, taps: tuple[int, ...]
 ) -> Callable[[Params, NDArray[np.int32]], Collected]:
     """(params, ids [rows * length]) -> hidden states (float16), greedy choices, log-sums."""
     layout = StepLayout()
@@ -229,14 +238,15 @@ def _program(
         kv = tuple(
             tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(spec.num_layers)
         )
-        hidden, _ = decode(spec, params, kv, token_ids, plan, layout)
+        hidden, _ = decode(spec, params, kv, token_ids, plan, layout, taps=taps)
 
         def choose(part: Float[Array, "P D"]) -> tuple[Int[Array, "P"], Float[Array, "P"]]:
             logits = head(spec, params, part)
             return jnp.argmax(logits, -1), jax.nn.logsumexp(logits, -1)
 
         # in parts: logits of all tokens at once would be the largest array by far
-        best, log_sum = jax.lax.map(choose, hidden.reshape(-1, _BLOCK, hidden.shape[-1]))
+        final = hidden[:, : spec.hidden_size].reshape(-1, _BLOCK, spec.hidden_size)
+        best, log_sum = jax.lax.map(choose, final)
         limit = 65504.0  # of float16
         states = jnp.clip(hidden, -limit, limit).astype(jnp.float16)
         return states, best.reshape(-1), log_sum.reshape(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from jaxengine.speculate.draft_head import DraftConfig, DraftParams, draft_greed
 
 log = logging.getLogger(__name__)
 
-_STEP_DECAY = 0.8  # weight of a later draft: it only counts when those before it are accepted
+STEP_DECAY = 0.8  # weight of a later draft: it only counts when those before it are accepted
 _WARMUP = 0.05  # share of the run in which the learning rate rises
 _CHECKPOINT_SECONDS = 60.0
 _EVAL_ROWS = 256
@@ -77,11 +77,8 @@ class DraftModule(nnx.Module):
     def __init__(self, leaves: dict[str, Any]) -> None:
         self.leaves = nnx.Dict({name: nnx.Param(jnp.asarray(x)) for name, x in leaves.items()})
 
-    def __call__(
-        self, config: DraftConfig, frozen: DraftParams, hidden: Array, tokens: Array
-    ) -> tuple[Array, Array]:
-        params = {name: leaf[...] for name, leaf in self.leaves.items()}
-        return draft_step(config, {**params, **frozen}, hidden, tokens)
+    def arrays(self) -> DraftParams:
+        return {name: leaf[...] for name, leaf in self.leaves.items()}
 
 
 class Batch(NamedTuple):
@@ -93,6 +90,8 @@ class Batch(NamedTuple):
 
 
 Opt = Any
+# (parameters: trained leaves and frozen parts, batch, number of the step) -> loss
+LossFn = Callable[[DraftParams, Any, Array], Array]
 
 
 def train(
@@ -115,6 +114,29 @@ def train(
     windows = corpus.windows(drafts)
     if not len(windows):
         raise ValueError(f"no text is long enough for {drafts} drafts: generate longer texts")
+    scale = float(np.sqrt(np.mean(np.square(corpus.hidden[:4096].astype(np.float32))))) or 1.0
+
+    def gather(t: NDArray[np.int64], _: int) -> Batch:
+        return _gather(corpus, t, drafts)
+
+    loss = _recurrent_loss(config, settings, scale)
+    return fit(loss, frozen, leaves, windows, gather, settings, checkpoints, progress=progress)
+
+
+def fit(
+    loss: LossFn,
+    frozen: DraftParams,
+    leaves: dict[str, NDArray[Any]],
+    examples: NDArray[np.int64],
+    gather: Callable[[NDArray[np.int64], int], Any],
+    settings: TrainSettings,
+    checkpoints: Path | None = None,
+    *,
+    progress: bool = True,
+) -> tuple[dict[str, NDArray[np.float32]], Progress]:
+    """Minimise `loss`; returns the leaves and the run's record. `gather(examples, step)` makes a
+    batch of `settings.batch_size` of them. Raises FloatingPointError when the loss is no longer a
+    number."""
     graph, params = nnx.split(DraftModule(leaves), nnx.Param)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -122,8 +144,7 @@ def train(
         optax.add_decayed_weights(settings.weight_decay),
     )
     opt_state = optimizer.init(params)
-    scale = float(np.sqrt(np.mean(np.square(corpus.hidden[:4096].astype(np.float32))))) or 1.0
-    update = _update_program(config, graph, optimizer, settings, scale)
+    update = _update_program(loss, graph, optimizer)
     record = Progress()
     with _manager(checkpoints) as manager:
         if manager is not None:
@@ -137,16 +158,16 @@ def train(
             unit="step",
             disable=not progress,
         ) as bar:
-            for indices in _batches(windows, settings, record.step):
+            for indices in _batches(examples, settings, record.step):
                 here = time.monotonic() - began
                 if record.step >= settings.steps or here >= settings.seconds:
                     break
                 done = max(record.step / settings.steps, here / settings.seconds)
                 rate = np.float32(settings.learning_rate * _schedule(done))
-                batch = _gather(corpus, indices, drafts)
+                batch = gather(indices, record.step)
                 key = np.uint32(record.step)
-                params, opt_state, loss = update(params, opt_state, frozen, batch, rate, key)
-                value = float(loss)
+                params, opt_state, got = update(params, opt_state, frozen, batch, rate, key)
+                value = float(got)
                 if not np.isfinite(value):
                     raise FloatingPointError(
                         f"the loss is {value} at step {record.step}: lower --learning-rate"
@@ -181,23 +202,20 @@ def evaluate(config: DraftConfig, params: DraftParams, corpus: Corpus, drafts: i
         got = np.asarray(run(params, corpus.hidden[padded], corpus.tokens[padded + 1]))[: len(t)]
         # The choice after the text so far; where the text took another way the chain ends too.
         ahead = t[:, None] + 1 + np.arange(drafts)
-        right.append((got == corpus.best[ahead]) & _followed(corpus, ahead))
+        right.append((got == corpus.best[ahead]) & followed(corpus, ahead))
     accepted = np.cumprod(np.concatenate(right), axis=1).mean(axis=0)
     return Acceptance(tuple(float(x) for x in accepted), len(windows))
 
 
-def _followed(corpus: Corpus, ahead: NDArray[np.int64]) -> NDArray[np.bool_]:
+def followed(corpus: Corpus, ahead: NDArray[np.int64]) -> NDArray[np.bool_]:
     """[n, K] the text up to each position is what the target would have written greedily."""
     text, best = corpus.tokens[ahead[:, 1:]], corpus.best[ahead[:, :-1]]
     first = np.ones((len(ahead), 1), bool)
     return np.concatenate([first, text == best], axis=1)
 
 
-def _update_program(
-    config: DraftConfig, graph: Any, optimizer: Any, settings: TrainSettings, scale: float
-) -> Any:
-    def loss_of(params: Any, frozen: DraftParams, batch: Batch, key: Array) -> Array:
-        module = nnx.merge(graph, params)
+def _recurrent_loss(config: DraftConfig, settings: TrainSettings, scale: float) -> LossFn:
+    def loss_of(params: DraftParams, batch: Batch, key: Array) -> Array:
         hidden = batch.hidden[:, 0].astype(jnp.float32)
         if settings.noise:
             rng = jax.random.key(key)
@@ -206,23 +224,30 @@ def _update_program(
         weight = 0.0
         for j in range(batch.tokens.shape[1]):
             wanted = batch.hidden[:, j + 1].astype(jnp.float32)
-            logits, hidden = module(config, frozen, hidden, batch.tokens[:, j])
-            target = jnp.exp(_target_logits(config, frozen, wanted) - batch.log_sum[:, j, None])
+            logits, hidden = draft_step(config, params, hidden, batch.tokens[:, j])
+            target = jnp.exp(_target_logits(config, params, wanted) - batch.log_sum[:, j, None])
             entropy = -jnp.sum(target * jax.nn.log_softmax(logits), -1).mean()
             apart = optax.losses.huber_loss((hidden - wanted) / scale).mean()
-            share = _STEP_DECAY**j
+            share = STEP_DECAY**j
             total = total + share * (entropy + settings.feature_weight * apart)
             weight += share
         return total / weight
 
+    return loss_of
+
+
+def _update_program(loss: LossFn, graph: Any, optimizer: Any) -> Any:
+    def loss_of(params: Any, frozen: DraftParams, batch: Any, key: Array) -> Array:
+        return loss({**nnx.merge(graph, params).arrays(), **frozen}, batch, key)
+
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(
-        params: Any, opt: Opt, frozen: DraftParams, batch: Batch, rate: Array, key: Array
+        params: Any, opt: Opt, frozen: DraftParams, batch: Any, rate: Array, key: Array
     ) -> tuple[Any, Opt, Array]:
-        loss, grads = jax.value_and_grad(loss_of)(params, frozen, batch, key)
+        got, grads = jax.value_and_grad(loss_of)(params, frozen, batch, key)
         steps, opt = optimizer.update(grads, opt, params)
         steps = jax.tree.map(lambda s: -rate * s, steps)
-        return optax.apply_updates(params, steps), opt, loss
+        return optax.apply_updates(params, steps), opt, got
 
     return update
 

@@ -36,7 +36,8 @@ class Drafter:
     `draft(bucket, params, kv, slots, counted, blob)` gives (kv, drafts [S, K]). `layers(params,
     kv, token ids [T], hidden [T, D], plan)` writes the drafter's KV of these tokens; None: it
     keeps none. It runs over the tokens of a step, or with `reads_hidden` over the tokens behind
-    them and the target's hidden states. `remembers`: `draft` reads `Counted.feature`.
+    them and what drafters read of the target (`StepConfig.features`). `remembers`: `draft` reads
+    `Counted.feature`.
     """
 
     method: str
@@ -79,7 +80,8 @@ def follow(
     # Rows without tokens start where the last one ends: never found for a real token.
     at = part["positions"] + (1 if drafter.reads_hidden else 0)
     ids = history.at[part["slots"][row], at].get(mode="fill", fill_value=0)
-    return drafter.layers(params, kv, ids, hidden, plan)
+    given = None if hidden is None else config.features(hidden)
+    return drafter.layers(params, kv, ids, given, plan)
 
 
 def follow_drafts(
@@ -101,7 +103,8 @@ def follow_drafts(
     live = jnp.arange(bucket.rows) < part["num_rows"][0]
     position = drafted.known[:, None] - 1 + jnp.arange(width)
     plan = row_plan(config, part, position, (kept >= 0) & live[:, None])
-    return drafter.layers(params, kv, jnp.maximum(kept, 0).reshape(-1), drafted.hidden, plan)
+    ids = jnp.maximum(kept, 0).reshape(-1)
+    return drafter.layers(params, kv, ids, config.features(drafted.hidden), plan)
 
 
 def remember(

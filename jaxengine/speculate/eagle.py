@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import jax
 from jaxtyping import Array
 
@@ -11,9 +14,21 @@ from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.state import Counted, SlotState
 from jaxengine.sched.batch import Bucket
 from jaxengine.speculate import draft_store
-from jaxengine.speculate.draft_head import DraftParams, attach, draft_greedy
+from jaxengine.speculate.draft_head import ARCHITECTURE, DraftParams, attach, draft_greedy
 from jaxengine.speculate.draft_store import Draft
 from jaxengine.speculate.drafter import Drafter, draft_inputs, features_of
+
+
+def is_recurrent(model: str) -> bool:
+    """Whether it is a folder of `train-draft`'s own form, or a path to nothing."""
+    path = Path(model) / draft_store.CONFIG
+    if not path.is_file():
+        return Path(model).is_absolute() or model.startswith((".", "~"))  # else a hub id
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return True  # says what is wrong with it
+    return isinstance(raw, dict) and raw.get("architecture") == ARCHITECTURE
 
 
 def read_head(folder: str, spec: DecoderSpec, fingerprint: str) -> Draft:

@@ -43,11 +43,13 @@ class Target:
 class Prospect:
     """A drafter before the engine's sizes are known. `token_bytes`: its KV of one token;
     `weight_bytes`: of what it holds beside the target.
-    `open` takes the target's step and the shapes of its parameters, and raises ValueError."""
+    `open` takes the target's step and the shapes of its parameters, and raises ValueError. `taps`:
+    see `models.decoder.decode`."""
 
     token_bytes: int
     weight_bytes: int
     open: Callable[[StepConfig, Params], Drafter]
+    taps: tuple[int, ...] = ()
 
 
 def find_drafter(config: EngineConfig, target: Target) -> Prospect | None:
@@ -62,22 +64,37 @@ def find_drafter(config: EngineConfig, target: Target) -> Prospect | None:
     _refuse(config, chosen.method)
     match chosen.method:
         case "eagle":
-            return _eagle(chosen, target)
+            found = _eagle(config, chosen, target)
         case "draft_model":
-            return _second_model(config, chosen, target)
-    return _mtp(target)
+            found = _second_model(config, chosen, target)
+        case _:
+            found = _mtp(target)
+    if found.token_bytes:
+        _refuse_tiers(config, chosen.method)
+    return found
 
 
 def _refuse(config: EngineConfig, method: str) -> None:
-    parallel, cache = config.parallel, config.cache
+    parallel = config.parallel
     clashes = {
         "tensor_parallel_size": parallel.tensor_parallel_size > 1,
         "attention_data_parallel_size": parallel.attention_data_parallel_size > 1,
         "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
     }
-    if method != "eagle":  # it alone keeps no KV, which other tiers would not hold
-        clashes["kv_offloading_size"] = cache.kv_offloading_size is not None
-        clashes["kv_transfer_config"] = cache.kv_transfer_config is not None
+    _raise_first(clashes, method)
+
+
+def _refuse_tiers(config: EngineConfig, method: str) -> None:
+    """A drafter's KV is on the device alone."""
+    cache = config.cache
+    clashes = {
+        "kv_offloading_size": cache.kv_offloading_size is not None,
+        "kv_transfer_config": cache.kv_transfer_config is not None,
+    }
+    _raise_first(clashes, method)
+
+
+def _raise_first(clashes: dict[str, bool], method: str) -> None:
     for name, clash in clashes.items():
         if clash:
             raise ValueError(
@@ -86,35 +103,82 @@ def _refuse(config: EngineConfig, method: str) -> None:
             )
 
 
-def _eagle(chosen: SpeculativeConfig, target: Target) -> Prospect:
-    from jaxengine.speculate.eagle import eagle_drafter, read_head
+def _eagle(config: EngineConfig, chosen: SpeculativeConfig, target: Target) -> Prospect:
+    from jaxengine.speculate.eagle import eagle_drafter, is_recurrent, read_head
 
+    if not is_recurrent(chosen.model):
+        return _eagle_layer(config, chosen, target)
     draft = read_head(chosen.model, target.spec, fingerprint(target.files))
     size = sum(leaf.nbytes for leaf in draft.params.values())
     return Prospect(0, size, lambda step, params: eagle_drafter(draft, step, params))
 
 
+def _eagle_layer(config: EngineConfig, chosen: SpeculativeConfig, target: Target) -> Prospect:
+    """A published head of one decoder layer."""
+    from jaxengine.speculate.eagle_files import read_eagle
+    from jaxengine.speculate.eagle_layer import layer_drafter
+    from jaxengine.speculate.second_model import check_windows
+
+    files = _files(config, chosen)
+    try:
+        found = read_eagle(files, target.spec, fingerprint(target.files), target.dtype)
+    except (ValueError, ModelLoadError) as error:
+        raise ValueError(f"speculative_config.model {chosen.model}: {error}") from error
+    check_windows(found.form.spec, target.spec, chosen.model)
+    kv_dtype = jnp.dtype(target.dtype)
+    layout = _layout(config, found.form.spec, target)
+    spec, own = found.form.spec, found.params
+    taken = () if found.form.is_eagle3 and "head" in own else ("head",)
+    taken += () if "embed" in own else ("embed",)
+
+    def open_(step: StepConfig, params: Params) -> Drafter:
+        form = replace(found.form, spec=for_context(spec, step.spec.rope.context))
+        of_layer = replace(step, spec=form.spec, layout=layout, taps=())
+
+        def of_target(target: Params) -> Params:
+            return {
+                name: target.get(name, target["embed"]) if name == "head" else target[name]
+                for name in taken
+            }
+
+        def load(of: Params) -> Params:
+            return {name: _put(array, of, name) for name, array in own.items()} | of_target(of)
+
+        shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in own.items()}
+        shapes |= of_target(params)
+        return layer_drafter(form, of_layer, shapes, _kv_shapes(of_layer, kv_dtype), load)
+
+    token_bytes = cache_bytes_per_token(spec, kv_dtype.itemsize, layout)
+    return Prospect(token_bytes, sum(x.nbytes for x in own.values()), open_, found.form.taps)
+
+
+def _files(config: EngineConfig, chosen: SpeculativeConfig) -> ModelFiles:
+    try:
+        return resolve_model(chosen.model, chosen.revision, config.model.download_dir)
+    except ModelLoadError as error:
+        raise ValueError(f"speculative_config.model: {error}") from error
+
+
+def _layout(config: EngineConfig, spec: DecoderSpec, target: Target) -> StepLayout:
+    """How the drafter's own KV lies."""
+    backend, on_cpu = config.runner.attention_backend, jax.default_backend() == "cpu"
+    kv_dtype = jnp.dtype(target.dtype)
+    return choose_attention(backend, spec, kv_dtype, target.block_size, on_cpu)[0]
+
+
 def _second_model(config: EngineConfig, chosen: SpeculativeConfig, target: Target) -> Prospect:
     from jaxengine.speculate.second_model import check_fits, model_drafter
 
-    try:
-        files = resolve_model(chosen.model, None, config.model.download_dir)
-    except ModelLoadError as error:
-        raise ValueError(f"speculative_config.model: {error}") from error
+    files = _files(config, chosen)
     plain = load_spec(files)
     vocab_size = _common_vocabulary(files, plain, target)
     kv_dtype = jnp.dtype(target.dtype)
-    layout, _ = choose_attention(
-        config.runner.attention_backend,
-        plain,
-        kv_dtype,
-        target.block_size,
-        jax.default_backend() == "cpu",
-    )
+    layout = _layout(config, plain, target)
 
     def open_(step: StepConfig, params: Params) -> Drafter:
         max_model_len = step.spec.rope.context
-        check_fits(plain, target.spec, max_model_len, chosen.model)
+        longest = min(max_model_len, chosen.max_model_len)
+        check_fits(plain, target.spec, longest, chosen.model)
         spec = for_context(plain, max_model_len)
         own = replace(step, spec=spec, layout=layout)
 

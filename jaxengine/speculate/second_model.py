@@ -70,8 +70,15 @@ def check_fits(draft: DecoderSpec, target: DecoderSpec, max_model_len: int, name
     what = f"speculative_config.model {name}"
     if draft.max_position < max_model_len:
         raise ValueError(
-            f"{what} has {draft.max_position} positions, fewer than max_model_len {max_model_len}"
+            f"{what} has {draft.max_position} positions, fewer than max_model_len "
+            f"{max_model_len}; speculative_config.max_model_len says up to where it drafts"
         )
+    check_windows(draft, target, name)
+
+
+def check_windows(draft: DecoderSpec, target: DecoderSpec, name: str) -> None:
+    """Raises ValueError when the target's block tables do not keep what the drafter attends to."""
+    what = f"speculative_config.model {name}"
     # Group 0 keeps every block where some layer of the target has full attention.
     if draft.groups != target.groups and (draft.groups != (0,) or target.groups[0] != 0):
         raise ValueError(

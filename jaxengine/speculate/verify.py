@@ -33,7 +33,7 @@ NO_DRAFT = -1
 class Drafted(NamedTuple):
     """What the first program hands to the second."""
 
-    hidden: Float[Array, "T D"]
+    hidden: Float[Array, "T W"]
     drafts: Int[Array, "S K"]  # NO_DRAFT where there is none; nothing follows one
     known: Int[Array, "S"]  # tokens of the row before the step
 
@@ -83,7 +83,7 @@ def verify_forward(
         items=None,
         num_items=jnp.int32(0),
     )
-    hidden, kv = decode(config.spec, params, kv, ids, plan, config.layout)
+    hidden, kv = decode(config.spec, params, kv, ids, plan, config.layout, taps=config.taps)
     return kv, Drafted(hidden, drafts, known)
 
 
@@ -143,7 +143,7 @@ def accept_rows(
     spread = jax.lax.optimization_barrier(spread)
     inputs = sampling_inputs(spread, slots)
     inputs = inputs._replace(grammar=mask, use_grammar=part["use_grammar"][0] > 0)
-    logits = head(config.spec, params, drafted.hidden, config.layout)
+    logits = head(config.spec, params, config.final(drafted.hidden), config.layout)
     out = sample(logits, inputs, config.num_logprobs)
     chosen = out.token_ids.reshape(rows, width)
     bad = out.bad_rows.reshape(rows, width)
@@ -159,7 +159,7 @@ def accept_rows(
     )
     feature = counted.feature
     if feature is not None:
-        hidden = drafted.hidden.reshape(rows, width, -1)
+        hidden = config.features(drafted.hidden).reshape(rows, width, -1)
         newest = jnp.take_along_axis(hidden, end[:, :, None], 1)[:, 0]
         feature = feature.at[at].set(newest, mode="drop")
     counted = Counted(counted.length.at[at].set(known + number, mode="drop"), feature)

@@ -1,0 +1,143 @@
+"""EAGLE and EAGLE-3 checkpoints of others: they draft what a plain float64 model of them does, and
+the target's tokens stay its own."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import random
+import re
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from drafters import RANGES, SMALL, recorded_drafts
+from eagle_heads import DRAFTED, LAYERS, WIDTH, expected_drafts, save_head
+from engine_runs import (
+    GOLDENS,
+    VOCAB,
+    alone,
+    depth,
+    engine,
+    ids_of,
+    oracle_engine,
+    prompt_of,
+    request,
+)
+from test_speculation import assert_equal, in_turns, spec_figures
+
+from jaxengine.config import EngineConfig
+from jaxengine.engine.core import EngineCore
+from jaxengine.models.layout import StepLayout
+from jaxengine.speculate.open_drafter import Target, find_drafter
+from jaxengine.weights.load import load_spec
+from jaxengine.weights.resolve import resolve_model
+
+
+def drafting(folder: pathlib.Path) -> EngineCore:
+    setting = {
+        "method": "eagle3",
+        "model": str(folder),
+        "num_speculative_tokens_per_batch_size": RANGES,
+    }
+    return engine(**SMALL, model="llama", speculative_config=json.dumps(setting))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "eagle3",
+        pytest.param("eagle", marks=pytest.mark.slow),
+        pytest.param("eagle3-normed", marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_are_the_reference_s(form: str, tmp_path: pathlib.Path) -> None:
+    folder = save_head(tmp_path / form, form)
+    core = drafting(folder)
+    rng = random.Random(12)
+    shared = prompt_of(rng, 30)
+    requests = [
+        request(f"{i}", [*shared[: 10 * i], *prompt_of(rng, 9 + 6 * i)], max_tokens=(25, 50)[i % 2],
+                temperature=(0.0, 0.8)[i % 2], seed=i)
+        for i in range(5)
+    ]  # fmt: skip
+    for steps in (2, 1):
+        core.scheduler.reset_prefix_cache()
+        before = spec_figures(core)["num_draft_tokens"]
+        with depth(core, steps), recorded_drafts(core) as record:
+            got = in_turns(core, requests, every=5)
+        assert_equal(requests, got)
+        assert spec_figures(core)["num_draft_tokens"] - before > 50
+        compared = 0
+        for tokens in rng.sample(sorted(record.drafts), 20):
+            want, lead = expected_drafts(folder, list(tokens), len(record.drafts[tokens]))
+            if lead > 1e-3:  # else float32 may well choose the other one
+                assert record.drafts[tokens] == want, tokens
+                compared += len(want)
+        assert compared > 20
+    assert core.stats().num_preemptions > 0
+    assert core.stats().compilations_after_warmup == 0
+
+
+@pytest.mark.slow
+def test_prompt_scores_beside_tapped_states(tmp_path: pathlib.Path) -> None:
+    """The states that the head reads change nothing for who reads the final ones."""
+    core = drafting(save_head(tmp_path / "eagle3", "eagle3"))
+    wire = request("a", prompt_of(random.Random(1), 20), max_tokens=4, prompt_logprobs=2)
+    want, got = (alone(one, [wire])["a"] for one in (oracle_engine(), core))
+    assert want.prompt is not None and got.prompt is not None
+    for x, y in zip(want.prompt[1:], got.prompt[1:], strict=True):
+        assert x is not None and y is not None
+        assert x.token_ids == y.token_ids
+        assert x.logprobs == pytest.approx(y.logprobs, abs=1e-3)
+    assert ids_of({"a": want}) == ids_of({"a": got})
+
+
+def zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "layers": ("eagle3", {"config_num_hidden_layers": 2}, "num_hidden_layers must be 1, got 2"),
+    "family": ("eagle3", {"config_architectures": ["MedusaModel"]}, "MedusaModel is no EAGLE"),
+    "width": ("eagle", {"config_hidden_size": 32}, f"size is 32, but the model's is {WIDTH}"),
+    "vocabulary": ("eagle", {"config_vocab_size": 99}, f"vocab_size is 99, .* is {VOCAB}"),
+    "shape": ("eagle3", {"fc.weight": zeros(WIDTH, WIDTH)}, "fc.weight has shape .* fc of shape"),
+    "missing": ("eagle3", {"norm.weight": None}, "lacks tensor norm.weight"),
+    "no head": ("eagle3", {"lm_head.weight": None}, "lacks lm_head.weight of its 200 draft"),
+    "no map": ("eagle3", {"d2t": None}, "lacks d2t: which 200 tokens"),
+    "map": ("eagle3", {"d2t": np.full(DRAFTED, VOCAB)}, "d2t does not give 200 different ids"),
+    "two maps": ("eagle3", {"t2d": np.arange(VOCAB) < DRAFTED}, "t2d and d2t name different"),
+    "floats": ("eagle3", {"d2t": zeros(DRAFTED)}, "d2t has type float32, not of integers"),
+    "taps": ("eagle3", {"config_eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 99]}},
+             f"from 1 to the model's {LAYERS} layers"),
+    "unknown": ("eagle", {"layers.0.extra.weight": zeros(1)}, "extra.weight, which no EAGLE head"),
+    "other weights": ("eagle3", {"config_jaxengine_target": "0"}, "trained for other weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused(case: str, tmp_path: pathlib.Path) -> None:
+    form, changes, message = BAD[case]
+    folder = save_head(tmp_path / "head", form, **changes)
+    text = refusal(folder)
+    assert text.startswith(f"speculative_config.model {folder}") and "\n" not in text
+    assert re.search(message, text), text
+
+
+def test_heads_that_keep_kv_go_with_no_tier(tmp_path: pathlib.Path) -> None:
+    folder = save_head(tmp_path / "head", "eagle3")
+    assert "does not work with kv_offloading_size" in refusal(folder, kv_offloading_size=1)
+    shutil.move(folder / "model.safetensors", folder / "model.bin")
+    assert "only pickled weights" in refusal(folder)
+
+
+def refusal(folder: pathlib.Path, **settings: Any) -> str:
+    model = GOLDENS / "llama"
+    setting = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 2}
+    config = EngineConfig.of(model=str(model), speculative_config=setting, **settings)
+    files = resolve_model(str(model))
+    with pytest.raises(ValueError) as error:
+        find_drafter(config, Target(files, load_spec(files), "float32", StepLayout(), 16))
+    return str(error.value)
