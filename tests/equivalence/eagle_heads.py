@@ -166,7 +166,8 @@ def expected_drafts(folder: Path, tokens: list[int], count: int) -> tuple[list[i
         else:
             both = np.concatenate([embedded, states], -1)
             x = residual = both @ h["fc.weight"].T + h["fc.bias"]
-        y = attended(x, h, at + "self_attn.", HEADS, KV_HEADS, 5000.0)
+        heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+        y = attended(x, h, at + "self_attn.", heads, groups, config["rope_theta"])
         y = residual + y @ h[at + "self_attn.o_proj.weight"].T
         y = y + mlp(norm(y, h[at + "post_attention_layernorm.weight"]), h, at)
         last = y[-1:]

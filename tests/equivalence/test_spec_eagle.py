@@ -10,12 +10,15 @@ import re
 import shutil
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from drafters import RANGES, SMALL, recorded_drafts
-from eagle_heads import DRAFTED, LAYERS, WIDTH, expected_drafts, save_head
+from drafters import RANGES, SMALL, Record, recorded_drafts
+from eagle_heads import DRAFTED, LAYERS, WIDTH, expected_drafts, save_head, target_states
 from engine_runs import (
     GOLDENS,
+    ONE_ROW,
     VOCAB,
     alone,
     depth,
@@ -30,7 +33,10 @@ from test_speculation import assert_equal, in_turns, spec_figures
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.models.layout import StepLayout
+from jaxengine.speculate import eagle_train
+from jaxengine.speculate.eagle_files import EagleHead, read_eagle, write_eagle
 from jaxengine.speculate.open_drafter import Target, find_drafter
+from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.load import load_spec
 from jaxengine.weights.resolve import resolve_model
 
@@ -44,15 +50,33 @@ def drafting(folder: pathlib.Path) -> EngineCore:
     return engine(**SMALL, model="llama", speculative_config=json.dumps(setting))
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "eagle3",
-        pytest.param("eagle", marks=pytest.mark.slow),
-        pytest.param("eagle3-normed", marks=pytest.mark.slow),
-    ],
-)
-def test_drafts_are_the_reference_s(form: str, tmp_path: pathlib.Path) -> None:
+def assert_reference(folder: pathlib.Path, record: Record, rng: random.Random) -> None:
+    """A sample of what was drafted, in float64."""
+    compared = 0
+    for tokens in rng.sample(sorted(record.drafts), min(20, len(record.drafts))):
+        want, lead = expected_drafts(folder, list(tokens), len(record.drafts[tokens]))
+        if lead > 1e-3:  # else float32 may well choose the other one
+            assert record.drafts[tokens] == want, tokens
+            compared += len(want)
+    assert compared > 15
+
+
+def test_drafts_of_one_request(tmp_path: pathlib.Path) -> None:
+    """EAGLE-3, few programs: two chunks of a prompt, then drafts."""
+    folder = save_head(tmp_path / "eagle3", "eagle3")
+    setting = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2}
+    core = engine(**ONE_ROW, model="llama", warmup="lazy", speculative_config=json.dumps(setting))
+    wire = request("a", prompt_of(random.Random(3), 25), max_tokens=30)
+    with recorded_drafts(core) as record:
+        assert_equal([wire], alone(core, [wire]))
+    assert_reference(folder, record, random.Random(1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("form", ["eagle3", "eagle", "eagle3-normed"])
+def test_random_mixes(form: str, tmp_path: pathlib.Path) -> None:
+    """Of several rows, which are chunked, preempted, found in the prefix cache, and sampled."""
     folder = save_head(tmp_path / form, form)
     core = drafting(folder)
     rng = random.Random(12)
@@ -69,13 +93,7 @@ def test_drafts_are_the_reference_s(form: str, tmp_path: pathlib.Path) -> None:
             got = in_turns(core, requests, every=5)
         assert_equal(requests, got)
         assert spec_figures(core)["num_draft_tokens"] - before > 50
-        compared = 0
-        for tokens in rng.sample(sorted(record.drafts), 20):
-            want, lead = expected_drafts(folder, list(tokens), len(record.drafts[tokens]))
-            if lead > 1e-3:  # else float32 may well choose the other one
-                assert record.drafts[tokens] == want, tokens
-                compared += len(want)
-        assert compared > 20
+        assert_reference(folder, record, rng)
     assert core.stats().num_preemptions > 0
     assert core.stats().compilations_after_warmup == 0
 
@@ -92,6 +110,40 @@ def test_prompt_scores_beside_tapped_states(tmp_path: pathlib.Path) -> None:
         assert x.token_ids == y.token_ids
         assert x.logprobs == pytest.approx(y.logprobs, abs=1e-3)
     assert ids_of({"a": want}) == ids_of({"a": got})
+
+
+def test_trained_heads_are_what_is_served(tmp_path: pathlib.Path) -> None:
+    """The chains of training are the drafts of the file that is written, by the same reference."""
+    files = resolve_model(str(GOLDENS / "llama"))
+    spec, rng = load_spec(files), np.random.default_rng(5)
+    ids = np.sort(rng.choice(VOCAB, 150, replace=False)).astype(np.int32)
+    form = eagle_train.form_for(spec, 80, len(ids))
+    tokens = prompt_of(random.Random(9), 24)
+    _, tapped, weights = target_states(tokens)
+    leaves = eagle_train.init_leaves(form, spec, weights["model.norm.weight"], 0)
+    for name in ("o", "down"):  # they start at zero
+        leaves[name] = (rng.standard_normal(leaves[name].shape) / 8).astype(np.float32)
+    rows = weights["lm_head.weight"][ids].astype(np.float32)
+    head = EagleHead(form, {**leaves, "head": rows, "vocab_ids": ids})
+    write_eagle(tmp_path / "head", head, "llama", fingerprint(files), {"steps": 1})
+    back = read_eagle(resolve_model(str(tmp_path / "head")), spec, fingerprint(files), "float32")
+    assert back.form == form and back.params.keys() == head.params.keys()
+    for name, array in head.params.items():
+        np.testing.assert_array_equal(back.params[name], array)
+
+    embed = weights["model.embed_tokens.weight"].astype(np.float32)
+    params = {name: jnp.asarray(x) for name, x in {**head.params, "embed": embed}.items()}
+    chains, drafts = np.array([3, 11, 20], np.int32), 3
+
+    @jax.jit
+    def run(features: Any, ids: Any) -> Any:
+        chain = eagle_train.chain_logits(form, params, features, ids, chains, drafts, False)
+        return params["vocab_ids"][jnp.stack(chain, 1).argmax(-1)]
+
+    got = np.asarray(run(tapped.astype(np.float32), np.asarray(tokens, np.int32)))
+    for chain, found in zip(chains.tolist(), got.tolist(), strict=True):
+        want, lead = expected_drafts(tmp_path / "head", tokens[: chain + 2], drafts)
+        assert found == want or lead < 1e-3
 
 
 def zeros(*shape: int) -> np.ndarray:

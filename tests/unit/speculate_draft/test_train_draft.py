@@ -12,6 +12,7 @@ from jaxengine.cli.train_draft import TrainDraft, run_train_draft
 from jaxengine.models.families import spec_from_config
 from jaxengine.speculate import draft_store
 from jaxengine.speculate.draft_prompts import built_in, read_prompts
+from jaxengine.speculate.eagle_files import read_eagle
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.resolve import resolve_model
 
@@ -64,6 +65,7 @@ def test_bad_prompt_files(
         ({"minutes": 0}, "--minutes"),
         ({"learning_rate": float("nan")}, "--learning-rate"),
         ({"drafts": 17}, "--drafts must be at most 16"),
+        ({"features": 2}, "--features must be 1 or 3"),
     ],
 )
 def test_bad_settings(tmp_path: pathlib.Path, settings: dict, message: str) -> None:
@@ -98,3 +100,34 @@ def test_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> 
 
     with pytest.raises(ValueError, match="another seed"):
         run_train_draft(TrainDraft(str(LLAMA), out, steps=12, seed=1, **how))
+
+
+@pytest.mark.slow  # compiles an engine
+@pytest.mark.timeout(900)
+def test_command_with_three_features(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An EAGLE-3 head on a tiny model; a second call trains on, and the loss falls."""
+    rng = np.random.default_rng(0)
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt_token_ids": rng.integers(3, 320, 5).tolist()} for _ in range(20)]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "draft"
+    how = {"prompts": prompts, "minutes": 9.0, "tokens": 300, "max_tokens": 20, "max_prompt": 8}
+    how |= {"batch_size": 112, "draft_vocab_size": 100, "drafts": 2, "progress": False}
+    how |= {"features": 3, "learning_rate": 3e-3}
+    assert run_train_draft(TrainDraft(str(LLAMA), out, steps=8, **how)) == 0
+    assert run_train_draft(TrainDraft(str(LLAMA), out, steps=60, **how)) == 0
+    printed = capsys.readouterr().out
+    assert "of the last run" in printed
+    assert all(f"position {j}:" in printed for j in (1, 2, 3, 4))
+    files = resolve_model(str(LLAMA))
+    spec = spec_from_config(files.config or {})
+    head = read_eagle(resolve_model(str(out)), spec, fingerprint(files), "float32")
+    assert head.form.draft_vocab_size == 100 and head.form.taps == (1, 2, 3)
+    report = json.loads((out / "config.json").read_text())["training"]
+    assert report["steps"] == 60 and len(report["acceptance_by_position"]) == 4
+    losses = [float(row.split(",")[1]) for row in (out / "losses.csv").read_text().split()[1:]]
+    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
+    with pytest.raises(ValueError, match="another features"):
+        run_train_draft(TrainDraft(str(LLAMA), out, steps=60, **{**how, "features": 1}))
