@@ -3,9 +3,12 @@ without, before and after every kind of recovery."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pathlib
 import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -15,6 +18,7 @@ from engine_runs import GOLDENS, MAX_LEN, ids_of, oracle_engine, prompt_of, requ
 from test_speculation import in_turns, spec_figures
 
 from jaxengine.config import EngineConfig
+from jaxengine.engine.async_llm import AsyncLLM, Placement
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.fault.inject import Fault
 from jaxengine.engine.messages import EngineRequest
@@ -25,21 +29,19 @@ LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
 ADAPTIVE = {"method": "ngram", "adaptive": True, "num_speculative_tokens": 2, **LOOKUP}
 
 
-def supervised(model: str, setting: dict[str, Any], faults: str | None = None) -> EngineCore:
-    """An engine whose device is a worker's; of the programs that the other suites compile."""
-    return EngineCore(
-        EngineConfig.of(
-            **SMALL,
-            model=str(GOLDENS / model),
-            max_model_len=MAX_LEN,
-            block_size=4,
-            max_logprobs=5,
-            num_gpu_blocks_override=MAX_LEN // 4,
-            warmup="lazy",
-            enable_fault_tolerance=True,
-            inject_faults=faults,
-            speculative_config=json.dumps(setting),
-        )
+def settings_of(model: str, setting: dict[str, Any], **more: Any) -> EngineConfig:
+    """Of an engine whose device is a worker's; of the programs that the other suites compile."""
+    return EngineConfig.of(
+        **SMALL,
+        model=str(GOLDENS / model),
+        max_model_len=MAX_LEN,
+        block_size=4,
+        max_logprobs=5,
+        num_gpu_blocks_override=MAX_LEN // 4,
+        warmup="lazy",
+        enable_fault_tolerance=True,
+        speculative_config=json.dumps(setting),
+        **more,
     )
 
 
@@ -63,7 +65,7 @@ def check(model: str, setting: dict[str, Any], recoveries: tuple[str, ...]) -> N
     is killed and replaced; before the last a step raises and the worker is replaced."""
     requests = requests_of(random.Random(3))
     want = ids_of(run(oracle_engine(model), requests))
-    core = supervised(model, setting)
+    core = EngineCore(settings_of(model, setting))
     executor = core.executor
     assert isinstance(executor, WorkerExecutor)
     try:
@@ -108,3 +110,45 @@ def test_other_drafters(method: str, tmp_path: pathlib.Path) -> None:
     elif method in METHODS:
         model, setting = setting_of(method, tmp_path)
     check(model, setting, ("retry", "respawn", "both"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_two_ranks(tmp_path: pathlib.Path) -> None:
+    """`data_parallel_size` 2: both speculate, and the one whose worker is killed does so again."""
+    requests = requests_of(random.Random(3))
+    want = ids_of(run(oracle_engine(), requests))
+    model, setting = setting_of("eagle", tmp_path)
+    repair = {"data_parallel_size": 2, "fault_tolerance_config": {"auto_recover": "respawn"}}
+    config = settings_of(model, setting, **repair)
+    llm = await AsyncLLM.start(config, skip_tokenizer_init=True)
+    try:
+        for _ in range(2):
+            asked = [(wire, rank) for rank in (0, 1) for wire in requests]
+            got = await asyncio.gather(*(answer(llm, *one) for one in asked))
+            for (wire, _), tokens in zip(asked, got, strict=True):
+                assert tokens == want[wire.request_id]
+            pid = llm.engine_pids[1]
+            for child in psutil.Process(pid).children():
+                if "jaxengine::worker" in " ".join(child.cmdline()):
+                    child.kill()
+            await until(lambda: llm.board.ranks[1].state != "healthy")
+            await until(lambda: llm.board.ranks[1].state == "healthy")
+    finally:
+        await llm.shutdown()
+
+
+async def answer(llm: AsyncLLM, wire: EngineRequest, rank: int) -> list[int]:
+    tokens: list[int] = []
+    async for output in llm.generate(
+        wire.prompt_token_ids, wire.params, kind="delta", placement=Placement(rank)
+    ):
+        tokens += output.outputs[0].token_ids
+    return tokens
+
+
+async def until(check: Callable[[], bool], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, "it did not happen in time"
+        await asyncio.sleep(0.05)
