@@ -178,8 +178,8 @@ def _train_layer(
     leaves = eagle_train.init_leaves(form, spec, final_norm, options.seed)
     rows = jnp.asarray(frozen.get("head", frozen["embed"]), jnp.float32)[jnp.asarray(ids)]
     fixed = {"embed": frozen["embed"], "head": rows, "vocab_ids": jnp.asarray(ids)}
-    longest = options.max_prompt + options.max_tokens
-    settings = replace(run.settings, batch_size=max(1, options.batch_size // longest))
+    texts = max(1, options.batch_size // eagle_train.CHAINS)
+    settings = replace(run.settings, batch_size=texts)
     trained, record = eagle_train.train_eagle(
         form, spec, fixed, leaves, run.train_set, options.drafts, settings,
         run.work / "checkpoints", progress=options.progress,

@@ -43,7 +43,7 @@ from jaxengine.speculate.eagle_layer import (
     layer_output,
 )
 
-_CHAINS = 64  # of a text in one step
+CHAINS = 64  # of a text in one step
 _EVAL_CHAINS = 128
 
 
@@ -277,9 +277,9 @@ def _batch(
     columns = []
     for text in texts:
         places = _chains(corpus, text, drafts)
-        chosen = rng.choice(places, min(_CHAINS, len(places)), replace=False)
-        used = (np.arange(_CHAINS) < len(chosen)).astype(np.float32)
-        chosen = np.resize(chosen, _CHAINS)
+        chosen = rng.choice(places, min(CHAINS, len(places)), replace=False)
+        used = (np.arange(CHAINS) < len(chosen)).astype(np.float32)
+        chosen = np.resize(chosen, CHAINS)
         ahead = chosen[:, None] + 1 + np.arange(drafts)
         features, tokens = _text(corpus, text, length)
         place = (chosen - corpus.start[text]).astype(np.int32)

@@ -134,6 +134,7 @@ async def test_two_ranks(tmp_path: pathlib.Path) -> None:
                     child.kill()
             await until(lambda: llm.board.ranks[1].state != "healthy")
             await until(lambda: llm.board.ranks[1].state == "healthy")
+        assert llm.stats.extra["spec_num_draft_tokens"] > 20
     finally:
         await llm.shutdown()
 
