@@ -185,7 +185,8 @@ def _suffix(fields: dict[str, Any]) -> SuffixConfig:
                 f"speculative_config.{start}{name} takes numbers {limit}, got {value!r}"
             )
         rates.append(float(value))
-    return SuffixConfig(depth, *rates, shares=cached > 0)
+    factor, least = rates
+    return SuffixConfig(depth, factor, least, shares=cached > 0)
 
 
 def _model(method: str, model: Any) -> str:

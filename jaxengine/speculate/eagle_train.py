@@ -102,7 +102,7 @@ def init_leaves(
     leaves["fc"] *= 0.1
     leaves["fc"][:, -width:] += np.eye(width, dtype=np.float32)
     plus_one = 1.0 if target.norm_plus_one else 0.0
-    leaves["out_norm"] = np.asarray(final_norm, np.float32) + plus_one
+    leaves["out_norm"] = (np.asarray(final_norm) + plus_one).astype(np.float32)
     return leaves
 
 

@@ -128,8 +128,7 @@ def _eagle_layer(config: EngineConfig, chosen: SpeculativeConfig, target: Target
     kv_dtype = jnp.dtype(target.dtype)
     layout = _layout(config, found.form.spec, target)
     spec, own = found.form.spec, found.params
-    taken = () if found.form.is_eagle3 and "head" in own else ("head",)
-    taken += () if "embed" in own else ("embed",)
+    taken = [name for name in ("head", "embed") if name not in own]
 
     def open_(step: StepConfig, params: Params) -> Drafter:
         form = replace(found.form, spec=for_context(spec, step.spec.rope.context))
