@@ -51,13 +51,27 @@ def arrivals(n: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> lis
 
     Raises ValueError when rate or burstiness is not above 0.
     """
-    if not rate > 0 or not burstiness > 0:
-        raise ValueError(f"rate and burstiness must be above 0, got {rate} and {burstiness}")
-    if math.isinf(rate):
-        return [0.0] * n
+    return arrivals_at([rate] * n, burstiness, seed)
+
+
+def arrivals_at(rates: Sequence[float], burstiness: float = 1.0, seed: int = 0) -> list[float]:
+    """As `arrivals`, with a rate for each request: that of the gap behind it."""
+    if not all(rate > 0 for rate in rates) or not burstiness > 0:
+        raise ValueError(f"rate and burstiness must be above 0, got {min(rates)} and {burstiness}")
     rng = np.random.default_rng([seed, 1])
-    gaps = rng.gamma(burstiness, 1 / (rate * burstiness), max(0, n - 1))
-    return [0.0, *np.cumsum(gaps).tolist()][:n]
+    means = 1 / np.asarray(rates, np.float64)[:-1]  # 0 at an infinite rate
+    gaps = rng.gamma(burstiness, 1 / burstiness, len(means)) * means
+    return [0.0, *np.cumsum(gaps).tolist()][: len(rates)]
+
+
+def ramp(n: int, start: float, end: float, strategy: str) -> list[float]:
+    """Rates of n requests from `start` to `end`, in equal steps ("linear") or equal factors
+    ("exponential")."""
+    along = np.linspace(0, 1, n)
+    rates = (
+        start + (end - start) * along if strategy == "linear" else start * (end / start) ** along
+    )
+    return rates.tolist()
 
 
 def with_arrivals(requests: Sequence[BenchRequest], times: Sequence[float]) -> list[BenchRequest]:

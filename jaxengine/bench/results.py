@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-_SECRET = ("api_key",)
+_SECRET = ("api_key", "header")
 
 
 def result(

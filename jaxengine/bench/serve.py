@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--stub", action="store_true", help="start a server with canned tokens and measure that")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help=argparse.SUPPRESS)
     add("--ready-check-timeout-sec", type=float, default=0.0, help="wait so long for the server")
+    add("--header", nargs="+", default=[], help="NAME=VALUE, sent with every request")
     add("--timeout", type=float, default=600.0, help="seconds for one request")
     group = made.add_argument_group("requests")
     add = group.add_argument
@@ -106,6 +107,13 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _headers(words: list[str]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in words]
+    if wrong := [name for name, equals, _ in pairs if not name or not equals]:
+        raise ValueError(f"--header {wrong[0]}: give NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
 def _metrics(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
@@ -139,6 +147,7 @@ async def _drive(
 ) -> tuple[list[Trace], float]:
     url = url.rstrip("/").removesuffix("/v1")  # as other tools want it
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    headers |= _headers(args.header)
     async with aiohttp.ClientSession(
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0),

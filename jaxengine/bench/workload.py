@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxengine.bench.datasets import BenchRequest, arrivals, load_trace, with_arrivals
+from jaxengine.bench.datasets import BenchRequest, arrivals_at, load_trace, ramp, with_arrivals
 from jaxengine.bench.flags import above_zero, not_negative, positive
 from jaxengine.bench.prompts import (
     custom_requests,
@@ -40,6 +40,10 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("arrivals").add_argument
     add("--request-rate", type=above_zero, default=math.inf, help="a second; inf = all at once")
     add("--burstiness", type=above_zero, default=1.0, help="1 = Poisson, below burstier (gamma)")
+    add("--ramp-up-strategy", choices=["linear", "exponential"], default=None,
+        help="let the rate change over the requests instead")  # fmt: skip
+    add("--ramp-up-start-rps", type=above_zero, default=1.0, help="rate at the first request")
+    add("--ramp-up-end-rps", type=above_zero, default=10.0, help="rate at the last request")
     add("--trace-speed", type=above_zero, default=1.0, help="a trace so many times faster")
 
 
@@ -53,11 +57,9 @@ def make_requests(
         raise ValueError(f"--dataset-name {name} needs --dataset-path")
     if name == "trace":
         requests = load_trace(args.dataset_path)[: args.num_prompts]
-        if not math.isinf(args.request_rate):
-            return with_arrivals(
-                [dataclasses.replace(r, session=None) for r in requests],
-                arrivals(len(requests), args.request_rate, args.burstiness, seed),
-            )
+        if args.ramp_up_strategy is not None or not math.isinf(args.request_rate):
+            free = [dataclasses.replace(r, session=None) for r in requests]
+            return with_arrivals(free, _times(args, len(free)))
         return with_arrivals(requests, [r.arrival / args.trace_speed for r in requests])
     if name in ("sharegpt", "custom") and count is None:
         raise ValueError(f"--dataset-name {name} needs --tokenizer, which counts its tokens")
@@ -84,7 +86,16 @@ def make_requests(
         read = sharegpt_requests if name == "sharegpt" else custom_requests
         output = args.sharegpt_output_len if name == "sharegpt" else args.custom_output_len
         requests = read(args.dataset_path, num, count, output_len=output, seed=seed)
-    return with_arrivals(requests, arrivals(num, args.request_rate, args.burstiness, seed))
+    return with_arrivals(requests, _times(args, num))
+
+
+def _times(args: argparse.Namespace, num: int) -> list[float]:
+    rates = [args.request_rate] * num
+    if args.ramp_up_strategy is not None:
+        if not math.isinf(args.request_rate):
+            raise ValueError("--ramp-up-strategy and --request-rate exclude each other")
+        rates = ramp(num, args.ramp_up_start_rps, args.ramp_up_end_rps, args.ramp_up_strategy)
+    return arrivals_at(rates, args.burstiness, args.seed)
 
 
 def token_counter(name: str | None) -> Callable[[str], int] | None:

@@ -193,9 +193,11 @@ def test_counts_by_a_tokenizer(peer: Peer, tmp_path: pathlib.Path) -> None:
 def test_saved_result(peer: Peer, tmp_path: pathlib.Path) -> None:
     argv = ["--base-url", peer.url, "--num-prompts", "1", "--save-result"]
     argv += ["--result-dir", str(tmp_path / "new"), "--result-filename", "r.json"]
+    argv += ["--header", "Authorization=Basic x", "--ramp-up-strategy", "linear"]
     assert serve.main([*argv, "--extra-body", '{"top_p": 0.5}']) == 0
-    assert json.loads((tmp_path / "new" / "r.json").read_text())["bench"] == "serve"
-    assert peer.asked[0]["top_p"] == 0.5
+    text = (tmp_path / "new" / "r.json").read_text()
+    assert json.loads(text)["bench"] == "serve" and "Basic" not in text
+    assert peer.asked[0]["top_p"] == 0.5 and peer.keys == ["Basic x"]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,8 @@ def test_saved_result(peer: Peer, tmp_path: pathlib.Path) -> None:
         (["--dataset-name", "sharegpt"], "needs --dataset-path"),
         (["--dataset-name", "sharegpt", "--dataset-path", "x"], "needs --tokenizer"),
         (["--random-range-ratio", "1"], "--random-range-ratio"),
+        (["--ramp-up-strategy", "linear", "--request-rate", "1"], "exclude each other"),
+        (["--header", "name"], "--header name"),
         (["--base-url", "http://127.0.0.1:9", "--num-prompts", "1"], "lists no model"),
     ],
 )

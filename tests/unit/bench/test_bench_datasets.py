@@ -9,7 +9,14 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxengine.bench.datasets import BenchRequest, arrivals, load_trace, prompt_tokens
+from jaxengine.bench.datasets import (
+    BenchRequest,
+    arrivals,
+    arrivals_at,
+    load_trace,
+    prompt_tokens,
+    ramp,
+)
 
 TRACES = pathlib.Path(__file__).resolve().parents[4] / "shared" / "realdata" / "traces"
 
@@ -33,6 +40,15 @@ def test_arrivals_at_once_and_few() -> None:
         arrivals(3, 0.0)
     with pytest.raises(ValueError, match="above 0"):
         arrivals(3, 1.0, burstiness=float("nan"))
+
+
+def test_ramps() -> None:
+    assert ramp(3, 1, 9, "linear") == [1, 5, 9]
+    assert ramp(3, 1, 9, "exponential") == pytest.approx([1, 3, 9])
+    times = arrivals_at(ramp(4000, 1, 9, "linear"), burstiness=50)
+    gaps = np.diff(times)
+    assert np.mean(gaps[:200]) == pytest.approx(1 / 1.2, rel=0.1)
+    assert np.mean(gaps[-200:]) == pytest.approx(1 / 8.8, rel=0.1)
 
 
 def write(path: pathlib.Path, rows: list[dict[str, object]]) -> pathlib.Path:
