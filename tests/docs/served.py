@@ -35,7 +35,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(
-    words: Sequence[str], folder: pathlib.Path, seconds: float = 280, **environ: str
+    words: Sequence[str], folder: pathlib.Path, seconds: float = 900, **environ: str
 ) -> Iterator[str]:
     """`jaxengine serve WORDS` run in `folder`; its address once it answers on /health."""
     port = free_port()

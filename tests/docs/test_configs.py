@@ -109,6 +109,7 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_file_is_served(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
