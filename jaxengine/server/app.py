@@ -19,6 +19,7 @@ from jaxengine.server import (
     fault,
     openai_responses,
     openapi,
+    scores,
 )
 from jaxengine.server.http_metrics import Observer
 from jaxengine.server.middleware import Gate, needs_key
@@ -41,6 +42,7 @@ def build_app(engine: AsyncLLM | None, config: EngineConfig) -> FastAPI:
         completions.router,
         chat.router,
         embeddings.router,
+        scores.router,
         basic.router,
         admin.router,
     ):

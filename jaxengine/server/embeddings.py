@@ -49,12 +49,12 @@ async def embeddings(body: EmbeddingBody, request: Request) -> Response:
     """One vector for each input: the model's last hidden states, pooled."""
     engine = engine_of(request)
     model = check_model(request, body.model)
-    prompts = _prompts(body)
+    prompts = prompts_of(body)
     if body.dimensions is not None and not body.dimensions >= 1:
         raise ApiError(400, "dimensions must be at least 1", param="dimensions")
     placement = placement_of(request, body.data_parallel_rank, body.user)
     name = request_id_of(request)
-    work = _embed_all(engine, body, prompts, name, placement)
+    work = embed_all(engine, body, prompts, name, placement)
     outputs = await unless_hangup(request, work)
     count = sum(len(output.prompt_token_ids) for output in outputs)
 
@@ -78,7 +78,7 @@ async def embeddings(body: EmbeddingBody, request: Request) -> Response:
     return Response(answer, media_type="application/json")
 
 
-def _prompts(body: EmbeddingBody) -> list[Prompt]:
+def prompts_of(body: EmbeddingBody) -> list[Prompt]:
     """A text, token ids, or a list of either. Raises ApiError naming `input`."""
     given = body.input
     if isinstance(given, str) or (given and all(type(item) is int for item in given)):
@@ -103,13 +103,15 @@ def _prompts(body: EmbeddingBody) -> list[Prompt]:
     return prompts
 
 
-async def _embed_all(
+async def embed_all(
     engine: AsyncLLM,
     body: EmbeddingBody,
     prompts: list[Prompt],
     name: str,
     placement: Placement,
 ) -> list[EmbeddingOutput]:
+    """The vectors of all prompts, so many in the engine together. Raises RequestError naming
+    `input`, and what `AsyncLLM.add` does."""
     room = asyncio.Semaphore(_AT_ONCE)
     pooling, normalize = pooling_settings(engine.config.model.pooler_config)
 

@@ -94,7 +94,9 @@ def to_api_error(error: Exception) -> ApiError:
 def _validation_error(problems: Sequence[Any]) -> ApiError:
     """One sentence about the first problem."""
     problem = problems[0]
-    where = [str(part) for part in problem["loc"] if part not in ("body", "query")]
+    where = [str(part) for part in problem["loc"]]
+    if where and where[0] in ("body", "query"):
+        del where[0]
     field = where[0] if where else None
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {problem['ctx']['error']}")
