@@ -23,53 +23,40 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from jaxengine import platform
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.coupling import member_of
+from jaxengine.engine.controls import control
 from jaxengine.engine.dp.exchange import Interrupted
 from jaxengine.engine.dp.lockstep import Lockstep, make_lockstep
 from jaxengine.engine.grammars import Grammars
 from jaxengine.engine.messages import (
-    INVALID_REQUEST,
     EngineOutput,
     EngineReady,
     EngineRequest,
     EngineStats,
 )
+from jaxengine.engine.outcome import NAN_ERROR, Collected, make_request, refusal
 from jaxengine.engine.packer import Packer, pack_step
-from jaxengine.engine.pooling import Pooled
+from jaxengine.engine.parts import event_publisher, open_built, speculation_of, work_model_of
 from jaxengine.engine.profile import Profiler
-from jaxengine.engine.results import PromptLogprobs, logprobs_of
 from jaxengine.engine.step_figures import StepFigures
 from jaxengine.engine.transfers import Transfers
 from jaxengine.engine.wire import WaveNotice
 from jaxengine.executor.base import Batch, Executor, Verifier
 from jaxengine.executor.worker import WorkerExecutor
-from jaxengine.executor.worker_build import WorkerBuilt, build_worker
 from jaxengine.executor.worker_process import PeerFailed, WorkerDied
-from jaxengine.metrics.work import WorkModel, work_model
 from jaxengine.sched.batch import Bucket
-from jaxengine.sched.block_map import SHARED, block_states
 from jaxengine.sched.plan import StepPlan, StepResult
-from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
 from jaxengine.sched.sharded import ShardedScheduler
-from jaxengine.sched.updates import RequestUpdate, UpdateBatch
+from jaxengine.sched.updates import UpdateBatch
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
 from jaxengine.speculate.driver import WAIT, Speculator, draft_masks
-
-if TYPE_CHECKING:
-    from jaxengine.engine.build import Built
-    from jaxengine.engine.kv_events import KVEventPublisher
 
 log = logging.getLogger(__name__)
 
 _BOOKS_TIMEOUT = 0.1  # seconds
-NAN_ERROR = "the model's logits held NaN or infinity, or no token was legal"
 
 
 @dataclass
@@ -91,8 +78,8 @@ class EngineCore:
         """Load, compile and allocate. Raises ValueError and the loader's errors."""
         # Held while the books are read or written; free while the device is waited for.
         self._books = threading.RLock()
-        speculation = _speculation(config)
-        built = _build(config)
+        speculation = speculation_of(config)
+        built = open_built(config)
         self.config = config
         self.built = built
         self.executor: Executor = built.executor
@@ -101,7 +88,7 @@ class EngineCore:
         # One step more than there are stages: each has work while the next is planned.
         stages = config.parallel.pipeline_parallel_size
         self.depth = 1 + stages if config.scheduler.async_scheduling else 1
-        self._events = _event_publisher(config)
+        self._events = event_publisher(config)
         self._speculator: Speculator | None = None
         if speculation is not None:
             planner = replace(built.planner, max_drafts=speculation.num_speculative_tokens)
@@ -127,9 +114,9 @@ class EngineCore:
         self._grammars = Grammars(config, built.spec.vocab_size)
         self._sleep_level = 0
         self._last_done = 0.0  # when the last result came; 0: there was no more to do
-        self._profiler, self._figures = Profiler(config), StepFigures(_work_model(config, built))
+        self._profiler, self._figures = Profiler(config), StepFigures(work_model_of(config, built))
         self._outputs: list[EngineOutput] = []  # made outside of steps
-        self._prompt_logprobs, self._pooled = PromptLogprobs(), Pooled()
+        self._collected = Collected()
         self._stats = EngineStats(
             pipeline_depth=self.depth, num_blocks=built.planner.num_blocks * len(shards)
         )
@@ -175,18 +162,20 @@ class EngineCore:
         """Queue a request. One that cannot run ends alone, with an error output."""
         with self._books:
             try:
-                request = self._make_request(wire)
+                request = make_request(
+                    wire, self.built.planner.max_model_len, self._packers[0], self._grammars
+                )
                 self.scheduler.add(request)
                 if request.grammar is not None:
                     self._grammars.watch(request)
             except ValueError as error:
-                self._outputs.append(_refusal(wire.request_id, str(error)))
+                self._outputs.append(refusal(wire.request_id, str(error)))
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End these; unknown ids are skipped. No output is made for them."""
         with self._books:
             for request in self.scheduler.abort(request_ids):
-                self._forget(request.request_id)
+                self._collected.drop(request.request_id)
 
     def abort_early(self, request_ids: list[str], report: Callable[[EngineStats], None]) -> None:
         """`abort_requests` from another thread, while a step runs: their slots and blocks are free
@@ -202,38 +191,6 @@ class EngineCore:
             report(self.stats())  # before the loop can count on: counters never fall
         finally:
             self._books.release()
-
-    def _forget(self, request_id: str) -> None:
-        """What was collected of its prompt."""
-        self._prompt_logprobs.drop(request_id)
-        self._pooled.drop(request_id)
-
-    def _make_request(self, wire: EngineRequest) -> Request:
-        params = wire.params
-        limit = self.built.planner.max_model_len - len(wire.prompt_token_ids)
-        # Positions that are not computed have no logits.
-        skip_cache = bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None
-        skip_cache |= wire.pooling == "mean"
-        grammar = self._grammars.of(wire)
-        constrained = params.structured_outputs is not None
-        return Request(
-            wire.request_id,
-            wire.prompt_token_ids,
-            max_tokens=max(limit, 0) if params.max_tokens is None else params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=params.stop_token_ids or (),
-            # A grammar ends with an end token, whatever ignore_eos says.
-            eos_token_ids=() if params.ignore_eos and not constrained else wire.eos_token_ids,
-            priority=wire.priority,
-            arrival_time=wire.arrival_time,
-            cache_salt=wire.cache_salt,
-            skip_reading_prefix_cache=skip_cache,
-            params=self._packers[0].prepare(wire),
-            grammar=grammar,
-            grammar_from=0 if grammar is None else grammar.first,
-        )
-
-    # -- the loop ---------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         if self._outputs or self._is_busy():
@@ -361,7 +318,8 @@ class EngineCore:
         # First what the device waits for, then what the client waits for.
         if self._inflight and self._inflight[0].unsampled:
             self._sample(self._inflight[0])
-        outputs = [self._output(u, result) for batch, result in updates for u in batch]
+        outputs = [self._collected.output(u, result) for batch, result in updates for u in batch]
+        self._stats.nan_rows += sum(output.error == NAN_ERROR for output in outputs)
         self._publish_events()
         ended = time.perf_counter()
         self._stats.step_seconds += ended - began
@@ -378,58 +336,22 @@ class EngineCore:
     def _end_failed_grammars(self) -> None:
         for request, reason in self._grammars.failed():
             if self.scheduler.abort([request.request_id]):
-                self._forget(request.request_id)
-                self._outputs.append(_refusal(request.request_id, reason))
+                self._collected.drop(request.request_id)
+                self._outputs.append(refusal(request.request_id, reason))
 
     def _end_failed_loads(self) -> None:
         for request_id, reason in self._transfers.poll():
             if self.scheduler.abort([request_id]):
-                self._forget(request_id)
+                self._collected.drop(request_id)
                 self._outputs.append(
                     EngineOutput(request_id, [], finish_reason="error", error=reason)
                 )
 
     def _reconcile(self, shard: Scheduler, plan: StepPlan, result: StepResult) -> UpdateBatch:
-        for row, part in result.prompt_logprobs.items():
-            self._prompt_logprobs.add(plan.requests[row], int(plan.start[row]), part)
-        if result.pooled is not None:
-            for row, request in enumerate(plan.requests):
-                if request.params.wire.pooling is not None:
-                    self._pooled.add(request, int(plan.start[row]), result.pooled[row])
+        self._collected.add(plan, result)
         updates = shard.update(plan, result)
         self._figures.reconciled(plan, len(updates))
         return updates
-
-    def _output(self, update: RequestUpdate, result: StepResult) -> EngineOutput:
-        request = update.request
-        wire: EngineRequest = request.params.wire
-        logprobs = None
-        if wire.params.logprobs is not None and result.logprob_ids is not None:
-            logprobs = logprobs_of(
-                result, update.row, len(update.new_token_ids), wire.params.logprobs
-            )
-        output = EngineOutput(
-            request.request_id,
-            update.new_token_ids,
-            logprobs=logprobs,
-            finish_reason=update.finish_reason,
-            stop_reason=update.stop_reason,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
-        )
-        if wire.params.prompt_logprobs is not None and update.first == 0:
-            output.prompt_logprobs = self._prompt_logprobs.take(request)
-        if wire.pooling is not None and update.finish_reason != "error":
-            output.embedding = self._pooled.take(request)
-        elif update.finish_reason is not None:
-            self._pooled.drop(request.request_id)
-        if update.first == 0:
-            output.num_external_tokens = request.num_external_tokens
-            output.times = (request.queued_time, request.first_scheduled_time)
-        if update.finish_reason == "error":
-            self._stats.nan_rows += 1
-            output.error = NAN_ERROR
-        return output
 
     # -- faults -----------------------------------------------------------------------------
 
@@ -459,7 +381,7 @@ class EngineCore:
             self._inflight.clear()
             self._last_done = 0.0
             self._outputs.clear()
-            self._prompt_logprobs, self._pooled = PromptLogprobs(), Pooled()
+            self._collected = Collected()
             try:
                 self.scheduler.on_fault()
                 self.scheduler.abort()
@@ -555,72 +477,9 @@ class EngineCore:
         return stats
 
     def utility(self, method: str, args: list[Any]) -> Any:
-        """A named call from a client. Raises ValueError for an unknown name."""
-        calls: dict[str, Callable[..., Any]] = {
-            "reset_prefix_cache": self._reset_prefix_cache,
-            "kv_blocks": self._kv_blocks,
-            "check_integrity": self.scheduler.check_integrity,
-            "pause": self._pause,
-            "resume": self._resume,
-            "is_paused": lambda: self.scheduler.is_paused,
-            "sleep": self._sleep,
-            "wake_up": self._wake_up,
-            "is_sleeping": lambda: self._sleep_level > 0,
-            "wait_warm": self.executor.wait_warm,
-            "start_profile": self._profiler.start,
-            "stop_profile": self._profiler.stop,
-        }
-        if method not in calls:
-            raise ValueError(f"unknown call {method!r}")
+        """A named call from a client (`engine.controls`). Raises ValueError for an unknown name."""
         with self._books:
-            return calls[method](*args)
-
-    def _kv_blocks(self) -> dict[str, int]:
-        """How many KV blocks there are, are used by requests, and are free but can be hit."""
-        pools = [block_states(shard.state.kv.pool) for shard in self._shards]
-        counts = sum(np.bincount(states, minlength=SHARED + 1) for states in pools)
-        _, cached, owned, shared = np.asarray(counts).tolist()
-        return {"total": sum(map(len, pools)), "used": owned + shared, "cached": cached}
-
-    def _reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget cached prefixes; with `reset_running` running requests start over for it."""
-        done = self.scheduler.reset_prefix_cache(reset_running)
-        self._publish_events()
-        return done
-
-    def _pause(self, mode: str = "wait") -> None:
-        """abort: running requests end now; wait: they finish first; keep: they stand still."""
-        for request in self.scheduler.pause(mode):
-            self._forget(request.request_id)
-            self._outputs.append(EngineOutput(request.request_id, [], finish_reason="abort"))
-
-    def _resume(self) -> None:
-        """Undo a pause. A sleeping engine has nothing to run with: it goes on at `wake_up`."""
-        if not self._sleep_level:
-            self.scheduler.resume()
-
-    def _sleep(self, level: int = 1) -> None:
-        """Abort what runs and give the device's memory back. Raises ValueError for the level."""
-        if level not in (1, 2):
-            raise ValueError(f"sleep level must be 1 or 2, got {level}")
-        if self._lockstep is not None:
-            raise ValueError("ranks that share experts cannot sleep")
-        if self._sleep_level:
-            return
-        self._pause("abort")
-        while self._inflight:  # nothing may use the memory that goes
-            self._outputs += self._finish_oldest(time.perf_counter())
-        self._transfers.settle()
-        self.scheduler.reset_prefix_cache()
-        self.executor.sleep(level)
-        self._sleep_level = level
-
-    def _wake_up(self) -> None:
-        """Bring weights and pool back, and go on with what is queued."""
-        if self._sleep_level:
-            self.executor.wake_up()
-            self._sleep_level = 0
-        self.scheduler.resume()
+            return control(self, method, args)
 
     def ready(self) -> EngineReady:
         planner = self.built.planner
@@ -648,61 +507,5 @@ def _joined(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
     return {name: [x for part in parts for x in part[name]] for name in parts[0]}
 
 
-def _build(config: EngineConfig) -> Built | WorkerBuilt:
-    if config.fault.enable_fault_tolerance or member_of(config) is not None:
-        return build_worker(config)
-    platform.setup()
-    # JAX must not be imported before platform.setup().
-    from jaxengine.engine.build import build
-
-    return build(config)
-
-
-def _work_model(config: EngineConfig, built: Built | WorkerBuilt) -> WorkModel | None:
-    """For the estimates of `enable_mfu_metrics`; None without it."""
-    if not config.server.enable_mfu_metrics:
-        return None
-    number = 4.0 if config.model.dtype == "float32" else 2.0
-    weights = 1.0 if config.model.quantization == "int8" else number
-    parallel = config.parallel
-    devices = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * built.num_shards
-    return work_model(built.spec, weights, number).shared_by(devices)
-
-
 def _as_death(error: Exception) -> WorkerDied:
     return error if isinstance(error, WorkerDied) else WorkerDied(f"a step failed: {error}")
-
-
-def _speculation(config: EngineConfig) -> SpeculativeConfig | None:
-    """None when no step has drafts. Raises ValueError for settings that cannot work together."""
-    if config.scheduler.speculative_config is None:
-        return None
-    speculation = parse_speculative_config(config.scheduler.speculative_config)
-    parallel = config.parallel
-    clashes = {
-        "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
-        "attention_data_parallel_size": parallel.attention_data_parallel_size > 1,
-        "nnodes": parallel.nnodes > 1,
-    }
-    for name, clash in clashes.items():
-        if clash:
-            raise ValueError(f"speculative_config does not work with {name}; leave one of them out")
-    return speculation if speculation.num_speculative_tokens else None
-
-
-def _refusal(request_id: str, reason: str) -> EngineOutput:
-    """The end of a request that is the client's mistake."""
-    return EngineOutput(
-        request_id, [], finish_reason="error", stop_reason=INVALID_REQUEST, error=reason
-    )
-
-
-def _event_publisher(config: EngineConfig) -> KVEventPublisher | None:
-    if config.cache.kv_events_config is None:
-        return None
-    # Not above: an engine in a notebook needs no ZMQ.
-    from jaxengine.engine.kv_events import KVEventPublisher, parse_kv_events_config
-
-    events = parse_kv_events_config(config.cache.kv_events_config)
-    rank = config.data_parallel.data_parallel_rank or 0
-    return KVEventPublisher(events, rank) if events.enable else None

@@ -66,3 +66,7 @@ class Pooled:
 
     def drop(self, request_id: str) -> None:
         self._parts.pop(request_id, None)
+
+    def __len__(self) -> int:
+        """Requests with something here."""
+        return len(self._parts)

@@ -78,7 +78,7 @@ def compare(core: EngineCore, mix: Mix) -> int:
         for p, q in zip(a.prompt or [], b.prompt or [], strict=True):
             assert p is q or p.logprobs == pytest.approx(q.logprobs, abs=1e-3)
         ended += 1
-    assert not core._prompt_logprobs._parts
+    assert core._collected.is_empty
     return ended
 
 
