@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxengine.bench.flatten import direction
+
 if TYPE_CHECKING:
     from jaxengine.bench.report_page import Run
 
@@ -25,6 +27,11 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
         detailed = [run for run in runs if run.content.get("requests")]
         return found + ([_distributions(detailed)] if detailed else [])
     return _by_row(runs)
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Of the figures of any of the runs."""
+    return list(dict.fromkeys(name for run in runs for name in run.figures))
 
 
 def _figure(columns: int, width: float = 4.0) -> tuple[Any, list[Any]]:
@@ -47,7 +54,8 @@ def _latencies(runs: Sequence[Run]) -> Chart:
     """Mean and percentiles of each latency, a bar a run."""
     figure, axes = _figure(len(_LATENCIES), 3.2)
     for axis, metric in zip(axes, _LATENCIES, strict=True):
-        names = [n for n in runs[0].figures if n.endswith(f"_{metric}_ms") and n[:3] != "std"]
+        ends = f"_{metric}_ms"
+        names = [n for n in _names(runs) if n.endswith(ends) and n[:3] not in ("std", "med")]
         labels = [name.removesuffix(f"_{metric}_ms") for name in names]
         _bars(axis, labels, {r.name: [r.figures.get(n, 0.0) for n in names] for r in runs})
         axis.set_title(f"{metric.upper()} (ms)")
@@ -71,14 +79,15 @@ def _distributions(runs: Sequence[Run]) -> Chart:
 
 
 def _by_row(runs: Sequence[Run]) -> list[Chart]:
-    """A chart for each figure that several rows have, or one for all single figures."""
+    """A chart for each figure that several rows have and that can be better or worse, or one for
+    all single figures."""
     groups: dict[str, list[str]] = {}
-    for name in runs[0].figures:
+    for name in _names(runs):
         label, _, figure = name.rpartition("/")
         groups.setdefault(figure if label else name, []).append(name)
     found = []
     for title, names in groups.items():
-        if not 1 < len(names) <= _MAX_BARS:
+        if not 1 < len(names) <= _MAX_BARS or not direction(names[0]):
             continue
         figure, (axis,) = _figure(1, max(6.0, 0.35 * len(names) * len(runs)))
         labels = [name.rpartition("/")[0] for name in names]

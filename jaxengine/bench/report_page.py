@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from jaxengine.bench.flatten import flatten
+from jaxengine.bench.flatten import direction, flatten
 from jaxengine.bench.report_charts import charts
 
 _STYLE = """
@@ -19,10 +19,6 @@ th:first-child, td:first-child { text-align: left }
 .better { color: #087f23 } .worse { color: #b00020 }
 img { max-width: 100% } small { color: #666 }
 """
-_MORE_IS_BETTER = ("per_s", "throughput", "goodput", "share", "acceptance", "mib_s", "sooner",
-                   "completed", "mean_length")  # fmt: skip
-_LESS_IS_BETTER = ("_ms", "_s", "us", "latency", "latencies", "failed", "percentiles", "rss_mib",
-                   "us_per_step", "us_per_request_step")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ def section(bench: str, runs: Sequence[Run]) -> str:
     parts = [f"<h2>{escape(bench)}</h2>", figures_table(runs)]
     parts += [f'<p><img alt="{escape(alt)}" src="{uri}"></p>' for alt, uri in charts(runs)]
     parts += ["<h3>Where</h3>", table(["", *(r.name for r in runs)], _where(runs))]
-    parts += ["<h3>Settings</h3>", table(["", *(r.name for r in runs)], _settings(runs))]
+    parts += ["<h3>Settings</h3>", _settings(runs)]
     return "\n".join(parts)
 
 
@@ -76,15 +72,6 @@ def figures_table(runs: Sequence[Run]) -> str:
             cells += [_number(value), _ratio(name, base, value)]
         lines.append(cells)
     return table(head, lines, escaped=True)
-
-
-def direction(name: str) -> int:
-    """1 where more is better, -1 where less is, 0 where that depends."""
-    last = name.lower().split("/")[-1]
-    first = name.lower().split("/")[0]
-    if any(word in last for word in _MORE_IS_BETTER):
-        return 1
-    return -1 if last.endswith(_LESS_IS_BETTER) or first in _LESS_IS_BETTER else 0
 
 
 def _ratio(name: str, base: float | None, value: float | None) -> str:
@@ -123,10 +110,15 @@ def _where(runs: Sequence[Run]) -> list[list[str]]:
     return [[name, *(_short(one.get(name)) for one in every)] for name in names]
 
 
-def _settings(runs: Sequence[Run]) -> list[list[str]]:
+def _settings(runs: Sequence[Run]) -> str:
+    """Those that differ as a table, all of them folded away below it."""
     every = [run.content.get("settings") or {} for run in runs]
     names = dict.fromkeys(name for one in every for name in one)
-    return [[name, *(_short(one.get(name)) for one in every)] for name in names]
+    lines = [[name, *(_short(one.get(name)) for one in every)] for name in names]
+    differ = [line for line in lines if len(set(line[1:])) > 1]
+    head = ["", *(run.name for run in runs)]
+    shown = table(head, differ) if differ else ""
+    return f"{shown}<details><summary>all settings</summary>{table(head, lines)}</details>"
 
 
 def _short(value: Any) -> str:

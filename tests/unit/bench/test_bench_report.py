@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxengine.bench import report, results
-from jaxengine.bench.report_page import direction
+from jaxengine.bench.flatten import direction
 
 pytest.importorskip("matplotlib")
 MACHINE = {"name": "a <b>machine</b>", "cores": 2, "versions": {"jax": "1.2.3"}}
