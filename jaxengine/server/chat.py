@@ -185,7 +185,7 @@ def _check(body: ChatBody, engine: AsyncLLM, request: Request, prefix: str) -> _
     if body.echo and body.messages and body.messages[-1].get("role") == "assistant":
         content = body.messages[-1].get("content")
         echo = content if isinstance(content, str) else ""
-    name = f"{prefix}{request_id_of(request)}"
+    name = f"{prefix}{request_id_of(request, body.request_id)}"
     told = with_usage(body.stream_options, engine.config.server)
     return _Call(body, params, echo, tools, name, model, usage=told)
 

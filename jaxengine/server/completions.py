@@ -106,7 +106,7 @@ def _check(body: CompletionBody, engine: AsyncLLM, request: Request) -> _Call:
         more["prompt_logprobs"] = body.logprobs
     params = sampling_params(body, defaults, **more)
     count = None if body.logprobs is None else logprobs_count(body.logprobs)
-    name = f"cmpl-{request_id_of(request)}"
+    name = f"cmpl-{request_id_of(request, body.request_id)}"
     return _Call(body, prompts, params, score_only, count, name, model)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import re
 import time
 import uuid
 
@@ -17,10 +16,10 @@ from jaxengine.metrics.tracing import HEADER_NAMES, TRACE_HEADERS
 from jaxengine.server.admin import is_admin
 from jaxengine.server.anthropic_errors import anthropic_error, is_anthropic
 from jaxengine.server.errors import CLIENT_GONE, ApiError, error_response
+from jaxengine.server.state import REQUEST_ID
 
 log = logging.getLogger("jaxengine.access")
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _OPEN_PATHS = frozenset({"/health", "/health/live"})
 _PAGE = "/"  # the chat page holds no secret, and is where a key is typed in
 
@@ -70,8 +69,9 @@ class Gate:
         unlabelled = [h for h in scope["headers"] if h[0] != b"content-type"]
         scope["headers"] = [*unlabelled, (b"content-type", b"application/json")]
         given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope["request_id"] = request_id
+        known = bool(REQUEST_ID.fullmatch(given))
+        scope["request_id"] = given if known else uuid.uuid4().hex
+        scope["request_id_given"] = known  # else a body may name it
         TRACE_HEADERS.set({n: headers[n] for n in HEADER_NAMES if n in headers} or None)
         path = path_of(scope)
         status = CLIENT_GONE
@@ -81,7 +81,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                MutableHeaders(scope=message)["X-Request-Id"] = scope["request_id"]
             await send(message)
 
         try:
@@ -89,7 +89,9 @@ class Gate:
             if refusal is not None:
                 anthropic = is_anthropic(path)
                 answer = (
-                    anthropic_error(refusal, request_id) if anthropic else error_response(refusal)
+                    anthropic_error(refusal, scope["request_id"])
+                    if anthropic
+                    else error_response(refusal)
                 )
                 await answer(scope, receive, send_with_id)
             else:
@@ -100,7 +102,7 @@ class Gate:
             log.log(
                 level,
                 "%s %s %s %d %.0f ms",
-                request_id,
+                scope["request_id"],
                 scope["method"],
                 path,
                 status,

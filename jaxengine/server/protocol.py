@@ -120,6 +120,7 @@ class SamplingBody(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None
+    request_id: str | None = None
     data_parallel_rank: int | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from jaxengine.engine.async_llm import AsyncLLM, Placement, served_name
 from jaxengine.engine.hub.messages import Figures
 from jaxengine.server.errors import ApiError
 from jaxengine.server.http_metrics import HttpMetrics
+
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass
@@ -88,7 +91,13 @@ def body_size(request: Request) -> int:
     return int(length) if length.isdecimal() else 0
 
 
-def request_id_of(request: Request) -> str:
-    """The client's X-Request-Id, or the one that the middleware made."""
+def request_id_of(request: Request, named: str | None = None) -> str:
+    """The client's X-Request-Id, or what the body `named`, or the one that the middleware made.
+    Raises ApiError 400 for a name that could be no header."""
+    if named is not None and not request.scope["request_id_given"]:
+        if not REQUEST_ID.fullmatch(named):
+            text = "request_id must be 1 to 128 visible ASCII characters"
+            raise ApiError(400, text, param="request_id")
+        request.scope["request_id"] = named
     request_id: str = request.scope["request_id"]
     return request_id

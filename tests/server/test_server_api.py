@@ -75,6 +75,19 @@ def test_chat_stream_grammar(server: Server, fields: dict[str, Any]) -> None:
         assert "".join(d["delta"]["content"] for d in mine) == choice["message"]["content"]
 
 
+@pytest.mark.parametrize(("path", "prefix"), [(C, "cmpl-"), (CC, "chatcmpl-")])
+def test_the_body_may_name_the_request(server: Server, path: str, prefix: str) -> None:
+    """The header goes first; both come back as X-Request-Id."""
+    body = {"prompt": "hi"} if path == C else {"messages": USER}
+    body |= {"max_tokens": 1, "request_id": "mine"}
+    for headers, name in (({}, "mine"), ({"X-Request-Id": "other"}, "other")):
+        status, answer, back = call(server.url, path, body, headers)
+        assert status == 200 and answer["id"] == prefix + name
+        assert {k.lower(): v for k, v in back.items()}["x-request-id"] == name
+    status, answer, _ = call(server.url, path, body | {"request_id": "a b"})
+    assert status == 400 and answer["error"]["param"] == "request_id"
+
+
 def test_completion_stream_of_two_prompts(server: Server) -> None:
     body = {"prompt": ["a", [5, 6, 7]], "n": 2, "max_tokens": 6, "logprobs": 1, "echo": True}
     whole = call(server.url, C, body)[1]
