@@ -7,7 +7,7 @@ from typing import Any
 _MORE_IS_BETTER = ("per_s", "throughput", "goodput", "share", "acceptance", "mib_s", "sooner",
                    "mean_length")  # fmt: skip
 _LESS_IS_BETTER = ("_ms", "_s", "us", "latency", "latencies", "failed", "percentiles", "rss_mib",
-                   "us_per_step", "us_per_request_step")  # fmt: skip
+                   "perplexity", "worst_row", "us_per_step", "us_per_request_step")  # fmt: skip
 _NOT_FIGURES = ("bench", "created", "machine", "settings", "row_keys", "requests", "cell")
 
 

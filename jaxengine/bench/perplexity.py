@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine import platform
-from jaxengine.bench.flags import new_parser
+from jaxengine.bench import machine, results
+from jaxengine.bench.flags import add_output, new_parser
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.messages import EngineRequest
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> int:
     rows = read_rows(args.file)
     prompts = [row.get("ids") or tokenizer.encode(row["text"]) for row in rows]
     reference = None
+    figures: list[dict[str, Any]] = []
     for name in args.settings:
         scores = log_likelihoods(args.model, prompts, SETTINGS[name])
         count = sum(len(ids) - 1 for ids in prompts)
@@ -51,6 +53,13 @@ def main(argv: list[str]) -> int:
         )
         compared = "" if worst is None else f", worst row {worst:.4%} off the file's"
         print(f"{name}: perplexity {perplexity:.3f} ({perplexity / reference - 1:+.2%}){compared}")
+        figures.append({"setting": name, "perplexity": perplexity, "worst_row": worst})
+        figures[-1]["ratio_to_first"] = perplexity / reference
+    if args.output_json:
+        content = results.result(
+            "perplexity", args, machine.describe(), {"rows": figures}, ["setting"]
+        )
+        results.save(args.output_json, content)
     return 0
 
 
@@ -60,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     add("file", type=Path, help="texts, one a line, or JSON with rows")
     add("--model", default="demo", help="model folder, .gguf file, hub id or demo")
     add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="to compare")
+    add_output(made)
     return made
 
 
