@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +38,7 @@ def exists(module: str, name: str) -> bool:
     loaded = importlib.import_module(module)
     if not name or hasattr(loaded, name):
         return True
-    return importlib.util.find_spec(f"{module}.{name}") is not None
+    return hasattr(loaded, "__path__") and bool(importlib.util.find_spec(f"{module}.{name}"))
 
 
 def test_there_are_seven() -> None:
