@@ -31,13 +31,15 @@ def read(path: pathlib.Path) -> Any:
     return nbformat.read(path, as_version=4)
 
 
+def environment() -> dict[str, str]:
+    """Of a kernel: it imports this checkout, wherever the package was installed from."""
+    before = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), before]))}
+
+
 def execute(path: pathlib.Path, folder: pathlib.Path) -> Any:
     """The notebook with its outputs; its cells ran in `folder`. Raises CellExecutionError."""
     notebook = read(path)
-    # The kernel imports this checkout, wherever the package was installed from.
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        dict.fromkeys([str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))])
-    )
     client = NotebookClient(
         notebook,
         timeout=_SECONDS,
@@ -45,7 +47,7 @@ def execute(path: pathlib.Path, folder: pathlib.Path) -> Any:
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,
     )
-    return client.execute()
+    return client.execute(env=environment())
 
 
 def outputs(notebook: Any) -> list[Any]:

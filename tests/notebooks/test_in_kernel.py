@@ -7,8 +7,11 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
+from nbclient.exceptions import CellExecutionError
+from run_notebook import environment, execute, problems, save
 
 # A core without a model, so that the kernel starts quickly: it answers 7 until max_tokens.
 SETUP = """
@@ -45,7 +48,7 @@ SHORT = "llm.generate([1, 2], SamplingParams(max_tokens=3), use_tqdm=False)[0].o
 
 class Kernel:
     def __init__(self) -> None:
-        self.manager, self.client = start_new_kernel(kernel_name="python3")
+        self.manager, self.client = start_new_kernel(kernel_name="python3", env=environment())
 
     def messages(self, code: str) -> Iterator[Any]:
         """What a cell puts out, until it has ended."""
@@ -65,18 +68,9 @@ class Kernel:
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    import os
-
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = root if before is None else os.pathsep.join([root, before])
     kernel = Kernel()
     yield kernel
     kernel.close()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
 
 
 def results(messages: list[Any]) -> list[dict[str, str]]:
@@ -105,3 +99,29 @@ def test_interrupting_the_kernel_ends_the_batch_only(kernel: Kernel) -> None:
     assert interrupted and ended == "KeyboardInterrupt"
     assert results(list(kernel.messages("llm._core.live")))[0]["text/plain"] == "{}"
     assert results(list(kernel.messages(SHORT)))[0]["text/plain"] == "[7, 7, 7]"
+
+
+DRAW = """
+import matplotlib.pyplot as plt
+plt.bar([1, 2], [3, 4])
+plt.show()
+"""
+
+
+def test_a_notebook_runs_and_is_saved(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "drawn.ipynb"
+    cells = [nbformat.v4.new_code_cell(DRAW), nbformat.v4.new_code_cell("import os; os.getcwd()")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    notebook = execute(path, tmp_path)
+    assert [p for p in problems(notebook) if "names the path" not in p] == []
+    notebook.cells[1].outputs = []
+    save(path, notebook)
+    assert problems(nbformat.read(path, as_version=4)) == []
+
+
+def test_an_error_in_a_cell_is_noticed(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "wrong.ipynb"
+    cells = [nbformat.v4.new_code_cell("import jaxengine\njaxengine.NoSuchName")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    with pytest.raises(CellExecutionError, match="NoSuchName"):
+        execute(path, tmp_path)
