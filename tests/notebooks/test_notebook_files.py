@@ -10,9 +10,10 @@ from typing import Any
 
 import nbformat
 import pytest
-from run_notebook import FOLDER, PATHS, ROOT, problems, read
+from run_notebook import FOLDER, PATHS, ROOT, outputs, problems, read
 
 LIMIT = 2 * 2**20  # bytes of the whole folder, pictures included
+SAVED = [path for path in PATHS if outputs(read(path))]  # with what they put out
 
 
 def trees(notebook: Any) -> Iterator[ast.AST]:
@@ -53,6 +54,15 @@ def test_valid_and_its_names_exist(path: pathlib.Path) -> None:
     found = imports(notebook)
     assert found
     assert [pair for pair in sorted(found) if not exists(*pair)] == []
+
+
+@pytest.mark.parametrize("path", SAVED, ids=lambda path: path.stem)
+def test_saved_with_its_pictures(path: pathlib.Path) -> None:
+    notebook = read(path)
+    counts = [c.execution_count for c in notebook.cells if c.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1)), "save it with run_notebook.py"
+    assert [out for out in outputs(notebook) if out.output_type == "error"] == []
+    assert problems(notebook) == []
 
 
 def test_the_folder_stays_small() -> None:
