@@ -13,7 +13,8 @@ from pages import read, section, tables
 
 import jaxengine
 from jaxengine.cli import main as cli
-from jaxengine.config import EngineConfig
+from jaxengine.cli.options import _boolean_flags, flag, split_argv
+from jaxengine.config import PARTS, EngineConfig
 from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxengine.vllm_names import FLAGS, find, translate
 
@@ -61,40 +62,47 @@ def test_flags_of_the_same_name_parse(served: Run) -> None:
     assert foreign == []
 
 
+def test_every_flag_of_ours_is_on_the_page() -> None:
+    """Either with its example, or among those that vLLM does not have."""
+    ours = {flag(name) for part in PARTS.values() for name in part.__dataclass_fields__}
+    same = {w.replace("--no-", "--") for e in EXAMPLES for w in re.findall(r"--[a-z0-9-]+", e)}
+    alone = set(code(PAGE.split("Flags of this engine alone", 1)[1].split("\n\n", 1)[0]))
+    assert same & alone == set()
+    assert same | alone == ours
+
+
 def test_flags_by_another_name_mean_ours(served: Run) -> None:
     values = {"--quantization": "int8", "--speculative-config": "{}", "--log-level": "debug"}
     switches = ("--enable-expert-parallel", "--disable-access-log")
     theirs, ours = [], []
-    for flag in FLAGS:
-        if flag.status == "renamed":
-            value = [] if flag.ours in switches else [values.get(flag.ours, "2")]
-            theirs += [flag.name, *value]
-            ours += [flag.ours, *value]
-            assert f"| `{flag.name}` | `{flag.ours}` |" in PAGE
+    for one in FLAGS:
+        if one.status == "renamed":
+            value = [] if one.ours in switches else [values.get(one.ours, "2")]
+            theirs += [one.name, *value]
+            ours += [one.ours, *value]
+            assert f"| `{one.name}` | `{one.ours}` |" in PAGE
     assert translate(["serve", *theirs]) == ["serve", *ours]
     config = served(*theirs)
     assert config.parallel.tensor_parallel_size == 2 and config.server.log_level == "debug"
 
 
 def test_flags_not_needed_change_nothing(served: Run, caplog: pytest.LogCaptureFixture) -> None:
-    unneeded = [flag for flag in FLAGS if flag.status == "not needed"]
+    unneeded = [one for one in FLAGS if one.status == "not needed"]
     assert len(unneeded) > 5
-    words = [
-        w for flag in unneeded for w in ([flag.name, "7"] if flag.takes_value else [flag.name])
-    ]
+    words = [w for one in unneeded for w in ([one.name, "7"] if one.takes_value else [one.name])]
     assert served(*words) == EngineConfig()
-    for flag in unneeded:
-        assert f"{flag.name} is not needed: {flag.reason}" in caplog.text
-        assert f"| `{flag.name}` | {flag.reason} |" in PAGE
+    for one in unneeded:
+        assert f"{one.name} is not needed: {one.reason}" in caplog.text
+        assert f"| `{one.name}` | {one.reason} |" in PAGE
 
 
 @pytest.mark.parametrize("command", ["serve", "run-batch"])
 def test_refused_flags_say_why(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused = [flag for flag in FLAGS if flag.status == "refused"]
+    refused = [one for one in FLAGS if one.status == "refused"]
     assert len(refused) > 60
-    for flag in refused:
-        said = f"{flag.name} is not for this engine: {flag.reason}"
-        for spelling in (flag.name, flag.name[:2] + flag.name[2:].replace("-", "_") + "=1"):
+    for one in refused:
+        said = f"{one.name} is not for this engine: {one.reason}"
+        for spelling in (one.name, one.name[:2] + one.name[2:].replace("-", "_") + "=1"):
             with pytest.raises(ValueError) as problem:
                 translate([command, spelling])
             assert str(problem.value) == said
@@ -106,9 +114,6 @@ def test_refused_flags_say_why(command: str, capsys: pytest.CaptureFixture[str])
 
 def test_no_flag_of_ours_is_called_foreign() -> None:
     """A flag that is added here must leave the list of vLLM's own."""
-    from jaxengine.cli.options import _boolean_flags, flag
-    from jaxengine.config import PARTS
-
     ours = {flag(name) for part in PARTS.values() for name in part.__dataclass_fields__}
     assert ours & _boolean_flags()
     assert [one.name for one in FLAGS if one.name in ours] == []
@@ -118,9 +123,6 @@ def test_no_flag_of_ours_is_called_foreign() -> None:
 
 
 def test_reasons_name_flags_that_there_are() -> None:
-    from jaxengine.cli.options import flag
-    from jaxengine.config import PARTS
-
     ours = {flag(name) for part in PARTS.values() for name in part.__dataclass_fields__}
     for one in FLAGS:
         named = set(re.findall(r"--[a-z-]+[a-z]", one.reason))
@@ -129,8 +131,6 @@ def test_reasons_name_flags_that_there_are() -> None:
 
 def test_only_serving_commands_translate() -> None:
     assert translate(["serve", "m", "-tp=2"]) == ["serve", "m", "--tensor-parallel-size=2"]
-    from jaxengine.cli.options import split_argv
-
     assert split_argv(["chat", "-q", "hello"])[0] == ["chat", "-q", "hello"]
 
 
