@@ -79,3 +79,27 @@ def test_no_plan(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x.yaml").write_text("a: [")
     with pytest.raises(ValueError, match="is not YAML"):
         sweep.read_plan(tmp_path / "x.yaml")
+
+
+@pytest.mark.slow
+def test_a_server_for_each_of_its_parameters(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_file(
+        tmp_path,
+        bench="serve",
+        flags={"num-prompts": 2, "random-input-len": 300, "random-output-len": 2},
+        lists={"max-concurrency": [1, 2]},
+        server={"stub": True},
+        **{"server-lists": {"max-model-len": [256, 512, 0]}},
+    )
+    out = tmp_path / "out"
+    assert sweep.main([plan, "--output-dir", str(out)]) == 1
+    errors = [json.loads(p.read_text())["error"] for p in out.glob("*.failed.json")]
+    assert len(errors) == 4  # two do not fit, two have no server
+    assert sum("did not start" in e for e in errors) == 2
+    good = [json.loads(p.read_text()) for p in out.glob("*.json") if "failed" not in p.name]
+    assert [content["cell"]["max-model-len"] for content in good] == [512, 512]
+    assert all(content["completed"] == 2 for content in good)
+    lines = capsys.readouterr().out.splitlines()[-6:]
+    assert sum(line.split()[-1] == "failed" for line in lines) == 4
