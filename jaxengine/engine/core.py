@@ -78,6 +78,7 @@ class EngineCore:
         """Load, compile and allocate. Raises ValueError and the loader's errors."""
         # Held while the books are read or written; free while the device is waited for.
         self._books = threading.RLock()
+        self._books_held = False  # for long, as far as is known
         speculation = speculation_of(config)
         built = open_built(config)
         self.config = config
@@ -184,7 +185,8 @@ class EngineCore:
 
         Does nothing where the loop holds the books for long; so tell the loop as well.
         """
-        if not self._books.acquire(timeout=_BOOKS_TIMEOUT):
+        if not self._books.acquire(timeout=0 if self._books_held else _BOOKS_TIMEOUT):
+            self._books_held = True  # whoever calls has other messages to pass on: wait only once
             return
         try:
             self.abort_requests(request_ids)
@@ -327,6 +329,7 @@ class EngineCore:
         return outputs
 
     def _result(self, step: InFlight) -> list[StepResult]:
+        self._books_held = False
         self._books.release()
         try:
             return self.executor.result(step.handle)

@@ -29,10 +29,10 @@ class Grammars:
         self._tokenizer: Tokenizer | None = None
         self._waiting: list[Request] = []  # their grammars are being compiled
 
-    def of(self, wire: EngineRequest) -> Matcher | ThoughtLimit | None:
-        """What constrains the request's answer; None for nothing. Raises ValueError as `matcher`
-        does."""
-        matcher = self.matcher(wire)
+    def with_thought(
+        self, wire: EngineRequest, matcher: Matcher | None
+    ) -> Matcher | ThoughtLimit | None:
+        """The request's grammar with the limit of its thought, if it has one."""
         if wire.thinking is None:
             return matcher
         from jaxengine.structured.thinking import ThoughtLimit

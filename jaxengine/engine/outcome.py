@@ -23,8 +23,8 @@ def make_request(
     # Positions that are not computed have no logits.
     skip_cache = bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None
     skip_cache |= wire.pooling == "mean"
-    grammar = grammars.of(wire)
-    constrained = params.structured_outputs is not None
+    matcher = grammars.matcher(wire)
+    grammar = grammars.with_thought(wire, matcher)
     return Request(
         wire.request_id,
         wire.prompt_token_ids,
@@ -32,7 +32,7 @@ def make_request(
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids or (),
         # A grammar ends with an end token, whatever ignore_eos says.
-        eos_token_ids=() if params.ignore_eos and not constrained else wire.eos_token_ids,
+        eos_token_ids=() if params.ignore_eos and matcher is None else wire.eos_token_ids,
         priority=wire.priority,
         arrival_time=wire.arrival_time,
         cache_salt=wire.cache_salt,
