@@ -101,7 +101,7 @@ def test_look_ups() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("method", ["suffix", "adaptive", *METHODS])
 def test_other_drafters(method: str, tmp_path: pathlib.Path) -> None:
     model, setting = "llama", ADAPTIVE
@@ -113,7 +113,7 @@ def test_other_drafters(method: str, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 async def test_two_ranks(tmp_path: pathlib.Path) -> None:
     """`data_parallel_size` 2: both speculate, and the one whose worker is killed does so again."""
     requests = requests_of(random.Random(3))

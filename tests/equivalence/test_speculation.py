@@ -240,6 +240,25 @@ def test_no_draft_goes_beyond_the_context() -> None:
     assert any(plan.num_drafts.any() for plan in plans)
 
 
+@DEPTHS
+def test_no_drafts_beyond_the_drafters_length(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`max_model_len` of the drafter: longer requests go on without drafts."""
+    core = speculating()
+    monkeypatch.setattr(core.executor, "open_speculation", lambda *_: None)
+    before = core._speculator
+    core.use_speculation({**CONFIG, "max_model_len": 60})
+    wire = constant("a", max_tokens=120)
+    try:
+        with depth(core, steps), recorded_plans(core) as plans:
+            assert_equal([wire], run(core, [wire]))
+    finally:
+        core._speculator = before
+    drafted = [plan for plan in plans if plan.num_drafts.any()]
+    assert len(drafted) > 5
+    assert 50 < max(int((plan.start + plan.num_new).max()) for plan in drafted) <= 60
+    assert sum(plan.num_rows for plan in plans if not plan.num_drafts.any()) > 60
+
+
 def test_no_drafts_at_k_zero() -> None:
     core = speculating()
     before = spec_figures(core)["num_draft_tokens"]
