@@ -72,6 +72,8 @@ class CacheConfig:
     """Exact number of KV blocks, instead of what memory allows."""
     kv_cache_memory_bytes: int | None = None
     """Bytes for the KV pool; default: gpu_memory_utilization on GPU, 384 MiB on CPU."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
+    """auto: the model's type; fp8 (e4m3, scale 1): half of bfloat16's memory, less exact."""
     gpu_memory_utilization: float = 0.92
     """Share of device memory for weights, activations and KV."""
     enable_prefix_caching: bool = True
@@ -191,9 +193,10 @@ class FaultConfig:
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    warmup: Literal["auto", "full", "background", "lazy"] = "auto"
+    warmup: Literal["auto", "full", "background", "first", "lazy"] = "auto"
     """full: compile every bucket before serving; background: serve at once and compile beside;
-    lazy: compile on first use; auto: background on CPU, full on GPU."""
+    first: what one short prompt needs; lazy: compile on first use; auto: background on CPU, full
+    on GPU."""
     attention_backend: Literal["auto", "mosaic", "xla"] = "auto"
     """mosaic: the Pallas kernels for Hopper, or an error; xla: never; auto: the kernels where the
     device and the model's shapes allow, else XLA with one log line that says why."""

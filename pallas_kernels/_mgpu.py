@@ -6,6 +6,7 @@ this module asks for no device.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,39 +16,58 @@ import jax.numpy as jnp
 import ml_dtypes
 from jax import lax
 from jax.experimental import pallas
-from jax.experimental.pallas import mosaic_gpu
 
-# Their annotations change with every release and leave some names out; kernels are traced anyway.
+# Its annotations change with every release and leave some names out; kernels are traced anyway.
 pl: Any = pallas
-plgpu: Any = mosaic_gpu
 
 LOG2E = math.log2(math.e)
 SMEM_LIMIT = 232448  # bytes of shared memory one CTA of sm_90 can have
 REGISTER_LIMIT = 255
 
-kernel = plgpu.kernel
-Barrier = plgpu.Barrier
-SMEM = plgpu.SMEM
-GMEM = plgpu.GMEM
-ACC = plgpu.ACC
-Layout = plgpu.Layout
-CompilerParams = plgpu.CompilerParams
-TilingTransform = plgpu.TilingTransform
-SwizzleTransform = plgpu.SwizzleTransform
-barrier_arrive = plgpu.barrier_arrive
-barrier_wait = plgpu.barrier_wait
-broadcasted_iota = plgpu.broadcasted_iota
-commit_smem = plgpu.commit_smem
-copy_gmem_to_smem = plgpu.copy_gmem_to_smem
-copy_smem_to_gmem = plgpu.copy_smem_to_gmem
-layout_cast = plgpu.layout_cast
-load = plgpu.load
-set_max_registers = plgpu.set_max_registers
-wait_smem_to_gmem = plgpu.wait_smem_to_gmem
-wgmma = plgpu.wgmma
-wgmma_wait = plgpu.wgmma_wait
-ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a WGMMA tile
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # one value a column of it
+_NAMES = frozenset(
+    (
+        "kernel",
+        "Barrier",
+        "SMEM",
+        "GMEM",
+        "ACC",
+        "Layout",
+        "CompilerParams",
+        "TilingTransform",
+        "SwizzleTransform",
+        "barrier_arrive",
+        "barrier_wait",
+        "broadcasted_iota",
+        "commit_smem",
+        "copy_gmem_to_smem",
+        "copy_smem_to_gmem",
+        "layout_cast",
+        "load",
+        "set_max_registers",
+        "wait_smem_to_gmem",
+        "wgmma",
+        "wgmma_wait",
+    )
+)
+
+
+@functools.cache
+def mosaic() -> Any:
+    """Mosaic GPU itself, imported when a kernel is first used: half a CPU second that a start
+    without one is spared."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu
+
+
+def __getattr__(name: str) -> Any:
+    """Mosaic GPU's names that kernels use; ROWS and COLUMNS are the layouts of one value a row or
+    column of a WGMMA tile."""
+    if name in _NAMES:
+        return getattr(mosaic(), name)
+    if name in ("ROWS", "COLUMNS"):
+        return mosaic().Layout.WGMMA.reduce(1 if name == "ROWS" else 0)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def matrix_transforms(width: int, dtype: Any) -> tuple[Any, ...]:
@@ -56,16 +76,16 @@ def matrix_transforms(width: int, dtype: Any) -> tuple[Any, ...]:
     Raises ValueError when a row is no multiple of 16 bytes.
     """
     bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle(width * bits, "matrix")
+    swizzle = mosaic().find_swizzle(width * bits, "matrix")
     return (
-        plgpu.TilingTransform((8, swizzle * 8 // bits)),
-        plgpu.SwizzleTransform(swizzle),
+        mosaic().TilingTransform((8, swizzle * 8 // bits)),
+        mosaic().SwizzleTransform(swizzle),
     )
 
 
 def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared-memory buffer of matrices in the layout that TMA writes and WGMMA reads."""
-    return plgpu.SMEM(shape, dtype, transforms=matrix_transforms(shape[-1], dtype))
+    return mosaic().SMEM(shape, dtype, transforms=matrix_transforms(shape[-1], dtype))
 
 
 def interpret_params(detect_races: bool = False) -> Any:
@@ -73,7 +93,7 @@ def interpret_params(detect_races: bool = False) -> Any:
     # Simulated copy engines carry vector clocks; with few of them a later copy by the same engine
     # hides that an earlier one was not waited for.
     threads = 32 if detect_races else 5
-    return plgpu.InterpretGPUParams(
+    return mosaic().InterpretGPUParams(
         detect_races=detect_races, inline_mgpu="ignore", num_tma_threads_per_device=threads
     )
 
@@ -95,7 +115,7 @@ def reset_interpreter() -> None:
 
 def full(shape: tuple[int, ...], value: float, layout: Any, dtype: Any = jnp.float32) -> jax.Array:
     """A register array of one value."""
-    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+    return mosaic().layout_cast(jnp.full(shape, value, dtype), layout)
 
 
 def rows_to_tile(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -107,10 +127,10 @@ def matmul(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
     """a @ b in float32; both operands lie in shared memory and may be reused on return."""
 
     def scope(acc_ref: Any) -> jax.Array:
-        plgpu.wgmma(acc_ref, a, b)
+        mosaic().wgmma(acc_ref, a, b)
         return acc_ref[...]
 
-    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(scope, mosaic().ACC(shape, jnp.float32))
 
 
 def accumulate(acc: jax.Array, a: jax.Array, b: Any, stage: Any, interpret: bool) -> jax.Array:
@@ -121,13 +141,13 @@ def accumulate(acc: jax.Array, a: jax.Array, b: Any, stage: Any, interpret: bool
     """
     if interpret:
         stage[...] = a
-        plgpu.commit_smem()
+        mosaic().commit_smem()
         return acc + matmul(stage, b, (acc.shape[0], acc.shape[1]))
 
     def scope(acc_ref: Any) -> None:
-        plgpu.wgmma(acc_ref, a, b)
+        mosaic().wgmma(acc_ref, a, b)
 
-    return pl.run_state(scope)(plgpu.ACC.init(acc))
+    return pl.run_state(scope)(mosaic().ACC.init(acc))
 
 
 def store_transposed(to: Any, value: jax.Array, interpret: bool) -> None:
@@ -135,7 +155,7 @@ def store_transposed(to: Any, value: jax.Array, interpret: bool) -> None:
     if interpret:
         to[...] = value.T
         return
-    to.T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+    to.T[...] = mosaic().layout_cast(value, mosaic().Layout.WGMMA_TRANSPOSED)
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:

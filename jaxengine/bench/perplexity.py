@@ -26,6 +26,8 @@ SETTINGS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "fp8-kv": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    "int8-fp8-kv": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8"},
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from jaxengine.config import EngineConfig
+from jaxengine.progress import quiet_below
 from jaxengine.sampling_params import SamplingParams
 
 
@@ -12,7 +14,13 @@ def run_generate(config: EngineConfig, prompt: str, max_tokens: int, temperature
     """Print the continuation as it comes. Raises ValueError for bad input or an unusable model."""
     from jaxengine.cli.serve import setup_logging
 
-    setup_logging("warning" if config.server.log_level == "info" else config.server.log_level)
+    level = config.server.log_level
+    quiet_below(level)
+    if level == "info":  # the answer matters here, not the engine's log
+        config = replace(config, server=replace(config.server, log_level="warning"))
+    if config.runner.warmup == "auto":  # programs for other requests would only take its time
+        config = replace(config, runner=replace(config.runner, warmup="first"))
+    setup_logging(config.server.log_level)
     return asyncio.run(_generate(config, prompt, max_tokens, temperature))
 
 

@@ -54,6 +54,7 @@ _ENVIRONMENT = {
     "only where yours say nothing.",
     "XDG_CACHE_HOME": "Compiled programs are kept below it; default `~/.cache`.",
     "JAXENGINE_MALLOC": "`off` leaves the C library's allocator as it is (it matters on CPU).",
+    "JAXENGINE_PROGRESS": "`off`: no progress bars, as with `--log-level warning`.",
     "OPENAI_API_KEY": "The key that `jaxengine bench serve` sends.",
     "OTEL_SERVICE_NAME": "The name of the service in traces.",
     "HF_TOKEN": "Read by the library huggingface-hub: the key for gated models on the hub.",

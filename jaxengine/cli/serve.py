@@ -9,6 +9,7 @@ from jaxengine.engine import wire
 from jaxengine.engine.dp.modes import local_ranks
 from jaxengine.engine.fault.inject import parse_faults
 from jaxengine.engine.fault.settings import fault_settings
+from jaxengine.progress import quiet_below
 from jaxengine.server.sockets import check_tls
 
 
@@ -24,6 +25,7 @@ def run_server(config: EngineConfig, stub: bool = False) -> int:
     if config.server.api_server_count > 1 and config.fault.enable_fault_tolerance:
         raise ValueError("--api-server-count above 1 does not work with --enable-fault-tolerance")
     setup_logging(config.server.log_level)
+    quiet_below(config.server.log_level)
     if config.server.disable_access_log:
         logging.getLogger("jaxengine.access").setLevel(logging.WARNING)
     if config.parallel.node_rank > 0:  # node 0 serves

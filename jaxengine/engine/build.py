@@ -30,6 +30,7 @@ from jaxengine.models.spec import DecoderSpec, Params, for_context
 from jaxengine.offload.layout import KVLayout
 from jaxengine.parallel import expert_load
 from jaxengine.parallel.mesh import Devices, make_stages
+from jaxengine.progress import progress_bar
 from jaxengine.runner.buckets import Overlap, all_buckets, in_halves, row_buckets
 from jaxengine.runner.choice import choose_attention
 from jaxengine.runner.forward import StepConfig
@@ -78,10 +79,16 @@ def build(config: EngineConfig) -> Built:
     files = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
     spec = load_spec(files)
     dtype = _dtype(config.model.dtype, checkpoint_dtype(files))
-    kv_dtype = jnp.dtype(dtype)
+    weight_dtype = jnp.dtype(dtype)
+    kv_dtype = _kv_dtype(config.cache.kv_cache_dtype, weight_dtype, spec)
     on_cpu = jax.default_backend() == "cpu"
     layout, block_size = choose_attention(
-        config.runner.attention_backend, spec, kv_dtype, config.cache.block_size, on_cpu
+        config.runner.attention_backend,
+        spec,
+        weight_dtype,
+        config.cache.block_size,
+        on_cpu,
+        kv_dtype,
     )
     layout = divide(config.parallel, layout, spec)
     member = member_of(config)
@@ -90,7 +97,7 @@ def build(config: EngineConfig) -> Built:
     prospect = find_drafter(config, Target(files, spec, dtype, layout, block_size))
     drafter_bytes = 0 if prospect is None else prospect.token_bytes
     weights = weight_bytes(
-        spec, kv_dtype, layout, devices, config.parallel, config.model.quantization
+        spec, weight_dtype, layout, devices, config.parallel, config.model.quantization
     )
     if prospect is not None:
         weights += prospect.weight_bytes
@@ -116,7 +123,7 @@ def build(config: EngineConfig) -> Built:
     step = StepConfig(spec, batch_shape, num_logprobs, sizes, layout, taps)
     state = state_shapes(spec, batch_shape, slot_shape, kv_dtype, layout)
     buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
-    shapes = param_shapes(spec, kv_dtype, layout.tensor_size)
+    shapes = param_shapes(spec, weight_dtype, layout.tensor_size)
     leaf_specs = param_specs(spec, layout)
     if len(stages) > 1 and spec.tie_embeddings:  # the last stage needs a copy of its own
         shapes["head"], leaf_specs["head"] = shapes["embed"], leaf_specs["embed"]
@@ -177,7 +184,7 @@ def build(config: EngineConfig) -> Built:
         loaded = time.monotonic()
         runner = ModelRunner(params, state, programs, buckets, load, devices, drafter)
         executor = InlineExecutor(runner, sizes, overlap)
-        if warmup != "lazy":
+        if warmup not in ("lazy", "first"):
             # Not earlier: tracing is Python, and would hold up the loader's threads.
             programs.start(
                 warmup_keys(buckets, sizes, in_halves(buckets, overlap)), urgent=warmup == "full"
@@ -185,6 +192,10 @@ def build(config: EngineConfig) -> Built:
         if warmup == "full":
             _wait_with_progress(programs)
         elif warmup == "background":
+            log.info(
+                "compiling beside the first requests, so that no later one waits for a compile; "
+                "the next start reads the programs from the cache"
+            )
             programs.wait_in_background()
     except BaseException:
         programs.shutdown()
@@ -196,6 +207,7 @@ def build(config: EngineConfig) -> Built:
     info = {
         "model": files.name,
         "dtype": dtype,
+        "KV dtype": kv_dtype.name,
         "device": _device_name(stages),
         "weights MiB": f"{loaded_bytes / 2**20:.0f}",
         "KV MiB": f"{kv_bytes / 2**20:.0f}",
@@ -281,6 +293,17 @@ def _dtype(setting: str, stored: str) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
+def _kv_dtype(setting: str, dtype: Any, spec: DecoderSpec) -> Any:
+    """The type of the KV cache. Raises ValueError for models whose cache is not made of heads."""
+    if setting == "auto":
+        return dtype
+    if spec.mla is not None:
+        raise ValueError(
+            f"kv_cache_dtype {setting} is not for latent attention; leave it at auto for this model"
+        )
+    return jnp.dtype(jnp.float8_e4m3fn)
+
+
 def plan_sizes(
     config: EngineConfig,
     spec: DecoderSpec,
@@ -364,9 +387,8 @@ def _residency_share(config: EngineConfig) -> float:
 
 
 def _wait_with_progress(programs: Programs) -> None:
-    from tqdm import tqdm
-
-    with tqdm(desc="Compiling programs", unit="program") as bar:
+    why = "so that no request waits for a compile"
+    with progress_bar("Compiling programs", None, "program", why=why) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
-from jaxengine.engine.dp.spawning import error_class, spawn_environment
+from jaxengine.engine.dp.spawning import error_class, spawn_environment, without_main
 from jaxengine.engine.join import MOST_OUTPUTS, join_outputs
 from jaxengine.engine.messages import (
     EngineOutputs,
@@ -129,7 +129,7 @@ class EngineClient:
         self._process = spawn.Process(
             target=run_engine, args=(launch,), name=f"jaxengine-engine{self._index}"
         )
-        with spawn_environment(self._environment):
+        with spawn_environment(self._environment), without_main():
             self._process.start()
         loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()

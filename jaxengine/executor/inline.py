@@ -63,7 +63,7 @@ class InlineExecutor:
         programs = self._runner.programs
         programs.lookup = Lookup(*lookup)
         self._verify_chooser = VerifyChooser(shapes, warmup, self.ready)
-        if warmup != "lazy":
+        if warmup not in ("lazy", "first"):
             full = warmup == "full" or (warmup == "auto" and jax.default_backend() != "cpu")
             # Notes first: they are taken after the first step already.
             steps: list[ProgramKey] = [("forward", b) for b in self._runner.buckets]

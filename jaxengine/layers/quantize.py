@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
 from jaxengine.models.spec import Params
+from jaxengine.progress import progress_bar
 
 # `down` stays wide: what gated activations feed it has outliers, and rounding them cost more
 # perplexity than all the others together (5.3 against 2.1 % on the demo model).
@@ -31,10 +32,14 @@ def quantize_params(params: Params) -> Params:
     A tied head becomes an 8-bit copy of its own. Replaces leaf by leaf, so that the wide
     matrices are freed on the way.
     """
-    for layer in params["layers"]:
-        for name in MATRICES:
-            layer[name] = quantize(layer[name])
-    params["head"] = quantize(params.get("head", params["embed"]))
+    layers = params["layers"]
+    with progress_bar("Quantising to int8", len(layers) + 1, "layer") as bar:
+        for layer in layers:
+            for name in MATRICES:
+                layer[name] = quantize(layer[name])
+            bar.update()
+        params["head"] = quantize(params.get("head", params["embed"]))
+        bar.update()
     return params
 
 

@@ -19,26 +19,32 @@ log = logging.getLogger(__name__)
 CPU_BLOCK, HOPPER_BLOCK = 16, 64
 
 
-def _unsupported(spec: DecoderSpec, kv_dtype: Any, page: int) -> str:
+def _unsupported(spec: DecoderSpec, dtype: Any, kv_dtype: Any, page: int) -> str:
     """Why the kernels cannot take the model's shapes; "" if they can."""
     if spec.mla is not None:
-        query = jax.ShapeDtypeStruct((1, spec.num_heads, spec.mla.width), kv_dtype)
+        query = jax.ShapeDtypeStruct((1, spec.num_heads, spec.mla.width), dtype)
         cache = jax.ShapeDtypeStruct((1, page, spec.mla.width), kv_dtype)
         return mla.unsupported(query, cache, spec.mla.latent)
     query_shape = (1, spec.num_heads, spec.head_dim)
     cache_shape = (1, 2, spec.num_kv_heads, page, spec.head_dim)
-    return api.unsupported(query_shape, kv_dtype, cache_shape, kv_dtype)
+    return api.unsupported(query_shape, dtype, cache_shape, kv_dtype)
 
 
 def choose_attention(
-    backend: str, spec: DecoderSpec, kv_dtype: Any, block_size: int | None, on_cpu: bool
+    backend: str,
+    spec: DecoderSpec,
+    dtype: Any,
+    block_size: int | None,
+    on_cpu: bool,
+    kv_dtype: Any = None,
 ) -> tuple[StepLayout, int]:
     """The layout and the block size. "auto" falls back to XLA with one log line that says why.
 
+    `dtype` is the activations', `kv_dtype` the cache's where it is another.
     Raises ValueError for "mosaic" where the kernels cannot run.
     """
     page = HOPPER_BLOCK if block_size is None else block_size
-    reason = device.device_reason() or _unsupported(spec, kv_dtype, page)
+    reason = device.device_reason() or _unsupported(spec, dtype, kv_dtype or dtype, page)
     if backend == "mosaic" and reason:
         raise ValueError(f"attention_backend mosaic cannot run: {reason}")
     if backend == "xla" or reason:

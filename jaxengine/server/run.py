@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -22,9 +23,12 @@ from jaxengine.metrics.prometheus import Metrics
 from jaxengine.metrics.status import log_status
 from jaxengine.metrics.tracing import Tracer
 from jaxengine.server import sockets
-from jaxengine.server.app import build_app
 from jaxengine.server.startup import startup_table
-from jaxengine.server.state import ServerState
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from jaxengine.server.state import ServerState
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +86,6 @@ def uvicorn_loop() -> asyncio.Runner:
 
 async def _serve_alone(config: EngineConfig, core: str, listener: socket.socket) -> int:
     url = sockets.url_of(listener, config.server)
-    log.info("listening on %s; loading %s", url, config.model.model)
     return await answer(config, listener, AsyncLLM(config, core=core), url)
 
 
@@ -95,7 +98,10 @@ async def answer(
 ) -> int:
     """Answer HTTP on `listener` until told to stop; the exit code. `url` is None in one of several
     processes, which leaves telling the world to its supervisor."""
-    app = build_app(None, config)
+    began = time.monotonic()
+    starting = asyncio.create_task(engine.launch())
+    # The engine's process starts while this one still imports its routes.
+    app = await asyncio.to_thread(_app, config)
     if state is not None:
         app.state.server = state
     server = _Server(
@@ -114,12 +120,20 @@ async def answer(
     server.loop = asyncio.get_running_loop()
     server.engine = engine
     server.supervised = url is None
+    if url is not None:
+        log.info("listening on %s; loading %s", url, config.model.model)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        return await _run(config, engine, app.state.server, server, url, serving)
+        return await _run(config, engine, app.state.server, server, url, serving, starting, began)
     finally:
         server.should_exit = True
         await serving  # raises what ended it
+
+
+def _app(config: EngineConfig) -> FastAPI:
+    from jaxengine.server.app import build_app
+
+    return build_app(None, config)
 
 
 async def _run(
@@ -129,11 +143,11 @@ async def _run(
     server: _Server,
     url: str | None,
     serving: asyncio.Task[None],
+    starting: asyncio.Task[None],
+    began: float,
 ) -> int:
     """`serving` ends when the server was told to, or cannot go on."""
-    began = time.monotonic()
     stop = asyncio.create_task(server.stopping.wait())
-    starting = asyncio.create_task(engine.launch())
     await asyncio.wait({stop, starting, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():  # told to stop while loading
         starting.cancel()
@@ -142,8 +156,10 @@ async def _run(
     try:
         starting.result()
     except EngineStartError as error:
+        stop.cancel()
         return start_failed(error) if url is not None else EXIT_ERROR
     except (ValueError, OSError) as error:
+        stop.cancel()
         print(f"jaxengine: {error}", file=sys.stderr)
         return EXIT_USAGE
     state.engine = engine
@@ -200,7 +216,7 @@ def describe(metrics: Metrics, config: EngineConfig, ready: EngineReady) -> None
         {
             "block_size": str(ready.block_size),
             "num_gpu_blocks": str(ready.num_blocks),
-            "cache_dtype": ready.info.get("dtype", "auto"),
+            "cache_dtype": ready.info.get("KV dtype", "auto"),
             "enable_prefix_caching": str(cache.enable_prefix_caching),
             "prefix_caching_hash_algo": cache.prefix_caching_hash_algo,
             "gpu_memory_utilization": str(cache.gpu_memory_utilization),

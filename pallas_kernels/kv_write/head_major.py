@@ -42,6 +42,8 @@ def write_head_major(
     num_blocks, _, _, page, _ = kv_cache.shape
     if cos is not None and sin is not None:
         k = rotate(k, cos, sin)
+    if kv_scales is None and jnp.dtype(kv_cache.dtype).itemsize == 1:
+        kv_scales = jnp.ones((k.shape[1], 2), jnp.float32)  # a plain cast would make NaN of 500
     if kv_scales is not None:
         k = quantise(k, kv_scales[:, :1], kv_cache.dtype)
         v = quantise(v, kv_scales[:, 1:], kv_cache.dtype)

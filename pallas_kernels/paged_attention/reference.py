@@ -9,7 +9,7 @@ of the context with an online softmax (Milakov and Gimelshein, 2018; FlashAttent
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +41,18 @@ class _Scores(NamedTuple):
         return jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
 
 
+def _wide(dtype: Any) -> Any:
+    """The type that scores and sums are computed from: fp8 caches hold what bfloat16 does too."""
+    return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
+
+
 def _gather(cache: Float[Array, "N P X"], blocks: Int[Array, "R n"]) -> Float[Array, "R t X"]:
-    """Blocks' tokens in order. A flat 2-D gather: 3-D slices are several times slower on CPU."""
+    """Blocks' tokens in order, fp8 widened. A flat 2-D gather: 3-D slices are far slower on CPU."""
     num_blocks, block_size, width = cache.shape
     rows, count = blocks.shape
     flat = cache.reshape(num_blocks, block_size * width)
     taken = flat.at[blocks.reshape(-1)].get(mode="promise_in_bounds")
-    return taken.reshape(rows, count * block_size, width)
+    return taken.reshape(rows, count * block_size, width).astype(_wide(cache.dtype))
 
 
 def _chunk_blocks(block_size: int, width: int) -> int:
@@ -120,7 +125,7 @@ def _decode_rows(
     diagonal = kv_heads <= BLOCK_DIAGONAL_MAX_HEADS
     # Which kv head a query head reads: [H, G] one-hot.
     owner = jnp.arange(heads)[:, None] // group == jnp.arange(kv_heads)[None, :]
-    q = q.astype(k_cache.dtype)
+    q = q.astype(_wide(k_cache.dtype))
     if diagonal:
         spread = jnp.where(owner[None, :, :, None], q[:, :, None, :], 0)
         query = spread.reshape(rows, heads, kv_heads * dim)
@@ -211,7 +216,7 @@ def prefill_attention(
     per_chunk = _chunk_blocks(block_size, block_table.shape[1])
     table = _pad_columns(block_table, per_chunk)
     chunk = per_chunk * block_size
-    padded = jnp.pad(q.astype(k_cache.dtype), ((0, bq), (0, 0), (0, 0)))
+    padded = jnp.pad(q.astype(_wide(k_cache.dtype)), ((0, bq), (0, 0), (0, 0)))
 
     def item(i: Array, out: Array) -> Array:
         row, first, position, count = items[i, 0], items[i, 1], items[i, 2], items[i, 3]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import types
 from collections.abc import Iterator, Mapping
 
 from jaxengine.engine import wire
@@ -22,6 +24,19 @@ def spawn_environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """While a process is spawned: it does not import this program's main module. Nothing that it
+    runs is defined there, the command line's imports would take half a second, and scripts need
+    no `if __name__ == "__main__"`."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def error_class(failure: wire.EngineFailure) -> str:
