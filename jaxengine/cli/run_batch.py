@@ -20,6 +20,7 @@ from typing import IO, Any
 from starlette.types import ASGIApp
 
 from jaxengine.cli.asgi import post
+from jaxengine.cli.preflight import preflight
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 
@@ -51,6 +52,8 @@ def run_batch(
         raise ValueError(f"--max-concurrency must be at least 1, got {max_concurrency}")
     if source != "-" and target != "-" and Path(source).resolve() == Path(target).resolve():
         raise ValueError(f"-i and -o are the same file: {source}")
+    if core == wire.DEFAULT_CORE:
+        preflight(config)
     setup_logging("warning" if config.server.log_level == "info" else config.server.log_level)
     with contextlib.ExitStack() as stack:
         try:

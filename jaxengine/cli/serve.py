@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from jaxengine.cli.preflight import preflight
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 from jaxengine.engine.dp.modes import local_ranks
@@ -24,6 +25,8 @@ def run_server(config: EngineConfig, stub: bool = False) -> int:
     check_tls(config.server)
     if config.server.api_server_count > 1 and config.fault.enable_fault_tolerance:
         raise ValueError("--api-server-count above 1 does not work with --enable-fault-tolerance")
+    if not stub:
+        preflight(config)
     setup_logging(config.server.log_level)
     quiet_below(config.server.log_level)
     if config.server.disable_access_log:

@@ -51,12 +51,21 @@ def resolve_model(
             raise ModelLoadError(f"model {model!r} is a file but not a .gguf file")
         return _gguf_files(local, local.stem)
     if model.endswith(".gguf") or not _HUB_ID.match(model):
-        raise ModelLoadError(f"model {model!r} does not exist and is no hub id")
+        raise ModelLoadError(
+            f"model {model!r} does not exist and is no hub id; give a folder with a config.json, "
+            'a .gguf file, an id such as org/name, or "demo"'
+        )
     patterns = ("*.safetensors", *TOKENIZER_FILES)
     folder = download(model, revision, download_dir, patterns)
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"hub repository {model!r} has no config.json")
     return _folder(folder, model)
+
+
+def is_hub_id(model: str) -> bool:
+    """True for what is neither the demo model nor a file or folder here, but may be on the hub."""
+    local = model == "demo" or Path(model).expanduser().exists()
+    return not local and not model.endswith(".gguf") and _HUB_ID.match(model) is not None
 
 
 def download(
