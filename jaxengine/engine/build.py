@@ -175,7 +175,7 @@ def build(config: EngineConfig) -> Built:
         for i, tables in enumerate(expert_tables(stored, placement)):
             for name, table in tables.items():
                 params["layers"][i][name] = place(("layers", i, name), table)
-        if "head" in shapes and "head" not in params:
+        if "head" in leaf_specs and "head" not in params:
             params["head"] = devices.put(params["embed"], leaf_specs["head"])
         return quantize_params(params) if config.model.quantization == "int8" else params
 
