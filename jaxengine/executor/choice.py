@@ -24,7 +24,7 @@ class VerifyChooser:
     ) -> None:
         """`shapes` are (rows, drafts). `ready(("verify", bucket))`: all that a step of the bucket
         runs is compiled; not asked when `warmup` is lazy."""
-        self._lazy = warmup == "lazy"
+        self._lazy = warmup in ("lazy", "first")
         self._ready = ready
         buckets = (verify_bucket(*shape) for shape in shapes)
         self._buckets = sorted(buckets, key=lambda b: (b.tokens, b.rows))
