@@ -55,9 +55,9 @@ def outputs(notebook: Any) -> list[Any]:
 
 
 def texts(notebook: Any) -> list[str]:
-    """Everything readable that the cells put out."""
+    """Everything readable that the cells put out, logs left out."""
     found = []
-    for out in outputs(notebook):
+    for out in (out for out in outputs(notebook) if out.get("name") != "stderr"):
         data = out.get("data", {})
         found += [
             out.get("text", ""),

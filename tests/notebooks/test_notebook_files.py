@@ -80,7 +80,7 @@ def test_a_missing_and_an_empty_picture_are_noticed() -> None:
     assert problems(empty) == ["there is no figure"]
     empty.cells[0].outputs = [picture(drawn=False), picture(drawn=True)]
     assert problems(empty) == ["figure 1 is empty"]
-    path = nbformat.v4.new_output("stream", text="saved in /home/me/draft")
+    path = nbformat.v4.new_output("stream", name="stdout", text="saved in /home/me/draft")
     empty.cells[0].outputs = [picture(drawn=True), path]
     assert problems(empty) == ["an output names the path /home/me/draft"]
 
