@@ -13,8 +13,9 @@ from jaxengine.bench.perplexity import SETTINGS, log_likelihoods, read_rows
 
 FILE = pathlib.Path(__file__).resolve().parents[3] / "shared/goldens/smollm2-loglikelihood.json"
 NUM_ROWS = 6
-# Most that a setting may add to the perplexity of these texts, about twice what was measured.
-MOST = {"bfloat16": 0.003, "int8": 0.05, "fp8-kv": 0.03, "int8-fp8-kv": 0.07}
+# Most that a setting may add to the perplexity of these texts; over all 24 texts of the file they
+# add 0.0003, 0.021, 0.010 and 0.035.
+MOST = {"bfloat16": 0.01, "int8": 0.08, "fp8-kv": 0.04, "int8-fp8-kv": 0.12}
 
 
 @functools.cache
