@@ -184,7 +184,7 @@ def test_reasons_are_given() -> None:
     assert reasons and all(len(reason) > 8 for reason in reasons)
     shell = [block for block in ALL if block.language in (*SHELL, "python")]
     run = [block for block in shell if not block.not_run]
-    assert len(run) >= len(shell) / 2, "most blocks must be run by test_docs_run.py"
+    assert len(run) >= 0.4 * len(shell), "too few blocks are run by test_docs_run.py"
 
 
 @pytest.mark.parametrize("block", [b for b in ALL if b.language == "sh"], ids=where)
