@@ -18,6 +18,11 @@ def join_outputs(first: EngineOutputs, second: EngineOutputs) -> EngineOutputs:
             first.outputs.append(output)
         else:
             _append(before, output)
+    if first.stats is not None and second.stats is not None:
+        # The one thing in stats that is of the time since the last ones.
+        for name, seconds in first.stats.block_seconds.items():
+            later = second.stats.block_seconds
+            later[name] = seconds + later.get(name, [])
     first.stats = second.stats or first.stats
     return first
 
@@ -30,5 +35,7 @@ def _append(before: EngineOutput, after: EngineOutput) -> None:
     before.embedding = before.embedding or after.embedding
     before.times = before.times or after.times
     before.num_cached_tokens = before.num_cached_tokens or after.num_cached_tokens
+    before.num_external_tokens = before.num_external_tokens or after.num_external_tokens
+    before.num_preemptions = max(before.num_preemptions, after.num_preemptions)
     before.finish_reason = after.finish_reason
     before.stop_reason, before.error = after.stop_reason, after.error

@@ -52,7 +52,10 @@ def mix(rng: random.Random, count: int) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=[pytest.mark.slow] if m != "eagle" else []) for m in METHODS],
+)
 def test_random_mixes_are_equal(method: str, folder: pathlib.Path) -> None:
     """Joins and ends take the batch through K = 0, 1 and 3; the pool is too small for three."""
     core = drafting(method, folder)

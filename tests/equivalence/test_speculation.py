@@ -105,7 +105,7 @@ def in_turns(core: EngineCore, requests: list[EngineRequest], every: int) -> dic
     return run(core, [], before)
 
 
-@DEPTHS
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_random_mixes_are_equal(steps: int) -> None:
     """Joins take the batch over all ranges of the schedule; the pool is too small for five."""
     core = speculating()

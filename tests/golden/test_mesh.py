@@ -82,6 +82,7 @@ def test_every_mesh(family: str) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_copies_of_busy_experts(tmp_path: pathlib.Path) -> None:
     """Loads measured in one engine place the experts and copies of the next; nothing changes."""
     load = str(tmp_path / "load.json")

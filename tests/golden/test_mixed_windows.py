@@ -46,7 +46,7 @@ def expected(model, prompts):
     return [oracle.greedy(prompt, NEW) for prompt in prompts]
 
 
-@pytest.mark.parametrize("chunk", [4, 16, 40])
+@pytest.mark.parametrize("chunk", [4, 16, pytest.param(40, marks=pytest.mark.slow)])
 def test_equals_the_dense_oracle(model, prompts, expected, chunk) -> None:
     core = EngineCore(
         EngineConfig.of(

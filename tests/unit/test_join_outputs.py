@@ -59,8 +59,17 @@ def test_an_error_after_tokens_keeps_the_tokens() -> None:
 def test_no_field_is_forgotten() -> None:
     """Every field of a later output survives behind an earlier, empty one."""
     later = EngineOutput(
-        "a", [2], _scores(2), [None], "stop", 7, 3, "why", (1.0, 2.0), embedding=b"x"
+        "a", [2], _scores(2), [None], "stop", 7, 3, "why", (1.0, 2.0), 4, 5, embedding=b"x"
     )
     assert all(getattr(later, name) for name in EngineOutput.__struct_fields__)
     both = join_outputs(EngineOutputs(0, [EngineOutput("a", [])]), EngineOutputs(0, [later]))
     assert both.outputs == [later]
+
+
+def test_stays_of_blocks_are_all_kept() -> None:
+    def stats(*seconds: float) -> EngineStats:
+        return EngineStats(num_steps=len(seconds), block_seconds={"idle": list(seconds)})
+
+    both = join_outputs(EngineOutputs(0, [], stats(1.0)), EngineOutputs(0, [], stats(2.0, 3.0)))
+    assert both.stats is not None and both.stats.num_steps == 2
+    assert both.stats.block_seconds == {"idle": [1.0, 2.0, 3.0]}
