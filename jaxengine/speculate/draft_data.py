@@ -104,7 +104,9 @@ def generate(
     texts: list[Text] = []
     ids = [encode(llm, prompt)[-max_prompt:] for prompt in prompts]
     done = first = 0
-    with tqdm(total=num_tokens, desc="Generating", unit="tok", disable=not progress) as bar:
+    total = min(num_tokens, len(ids) * max_tokens) if greedy_only else num_tokens
+    what = "Writing text to test on" if greedy_only else "Writing text to learn from"
+    with tqdm(total=total, desc=what, unit="tok", disable=not progress) as bar:
         while done < num_tokens and (not texts or time.monotonic() < deadline):
             if greedy_only and first >= len(ids):
                 break
