@@ -188,7 +188,7 @@ async def life(rig: Rig) -> None:
     await asyncio.gather(*clients, return_exceptions=True)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_two_ranks_live_and_die_together() -> None:
     await with_group(life)
 
