@@ -50,7 +50,7 @@ async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) ->
 
     try:
         await app(scope, receive, send)
-    except Exception:
+    except Exception:  # of a 500 that was sent: the application has logged it
         if answer.status != 500:
             raise
     return answer
