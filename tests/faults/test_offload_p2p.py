@@ -240,6 +240,7 @@ def test_a_peer_process_dies_between_lookup_and_fetch(sent: signal.Signals) -> N
         assert all(store.contains(keys(range(64)), True))
         assert all(fetch(store, range(32)))
         process.send_signal(sent)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)  # not sent: felt
         began = time.monotonic()
         assert fetch(store, range(32, 64)) == [False] * 32
         assert not any(store.contains(keys(range(64)), True))
