@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.messages import EngineRequest
+from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
 from jaxengine.sampling_params import SamplingParams
 
@@ -39,18 +41,17 @@ def _measure(model: str, count: int, output_len: int, deep: bool) -> dict[str, A
     try:
         _decode(core, count, output_len, "warm")  # compiles
         batches: list[Batch] = []
-        submit = core.executor.submit
 
-        def noting(batch: Batch) -> Any:
+        def noting(submit: Callable[[Batch], Any], batch: Batch) -> Any:
             batches.append(batch)
             return submit(batch)
 
-        core.executor.submit = noting  # type: ignore[method-assign]
         before = core.stats().host_seconds
-        steps, seconds = _decode(core, count, output_len, "run")
+        with wrapped(core.executor, submit=noting):
+            steps, seconds = _decode(core, count, output_len, "run")
         host = core.stats().host_seconds - before
         decode = [b for b in batches if b.bucket.decode_only][-1]
-        device = _replay(core, submit, decode)
+        device = _replay(core, decode)
     finally:
         core.shutdown()
     step = seconds / steps
@@ -87,8 +88,9 @@ def _decode(core: EngineCore, count: int, output_len: int, name: str) -> tuple[i
     return steps, time.perf_counter() - began
 
 
-def _replay(core: EngineCore, submit: Any, batch: Batch) -> float:
+def _replay(core: EngineCore, batch: Batch) -> float:
     """Seconds a step of back-to-back dispatches."""
+    submit = core.executor.submit
     core.executor.result(submit(batch))
     began = time.perf_counter()
     handles = [submit(batch) for _ in range(REPLAYS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import jax
 
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.messages import EngineRequest
+from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
 
 Lane = Literal["plan", "dispatch", "wait", "output", "device"]
@@ -37,16 +38,17 @@ def trace(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Span]:
     A thread waits for every step's output, because the host may look at it much later. Raises
     RuntimeError with the message of a request that failed.
     """
-    recorder = _Recorder(core)
+    recorder = _Recorder()
     try:
-        for request in requests:
-            core.add_request(request)
-        while core.has_work():
-            recorder.turn_began = time.perf_counter()
-            for output in core.step():
-                if output.error:
-                    raise RuntimeError(output.error)
-            recorder.turn_ended()
+        with wrapped(core.executor, submit=recorder.submit, result=recorder.result):
+            for request in requests:
+                core.add_request(request)
+            while core.has_work():
+                recorder.turn_began = time.perf_counter()
+                for output in core.step():
+                    if output.error:
+                        raise RuntimeError(output.error)
+                recorder.turn_ended()
     finally:
         recorder.close()
     return sorted(recorder.spans, key=lambda span: span.begin)
@@ -59,14 +61,12 @@ def busy(spans: Sequence[Span], lane: Lane, begin: float, end: float) -> float:
 
 
 class _Recorder:
-    """Stands between a core and its executor until `close`."""
+    """Notes what passes between a core and its executor. A thread of it runs until `close`."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self) -> None:
         self.spans: list[Span] = []
         self.turn_began = 0.0
         self._zero = time.perf_counter()
-        self._core = core
-        self._submit, self._result = core.executor.submit, core.executor.result
         self._count = 0
         self._steps: dict[int, tuple[int, int]] = {}  # id of the handle: step, tokens
         self._last: tuple[int, int, float] | None = None  # what this turn's result was, and when
@@ -75,15 +75,13 @@ class _Recorder:
         )
         self._watcher = threading.Thread(target=self._watch, name="timeline", daemon=True)
         self._watcher.start()
-        core.executor.submit = self._submitting  # type: ignore[method-assign]
-        core.executor.result = self._waiting  # type: ignore[method-assign]
 
     def _note(self, lane: Lane, step: int, tokens: int, begin: float, end: float) -> None:
         self.spans.append(Span(lane, step, begin - self._zero, end - self._zero, tokens))
 
-    def _submitting(self, batch: Batch) -> Any:
+    def submit(self, submit: Callable[[Batch], Any], batch: Batch) -> Any:
         began = time.perf_counter()
-        handle = self._submit(batch)
+        handle = submit(batch)
         ended = time.perf_counter()
         step, tokens = self._count, batch.bucket.tokens
         self._count += 1
@@ -94,14 +92,14 @@ class _Recorder:
         self._dispatched.put((handle.rows, step, tokens, began))
         return handle
 
-    def _waiting(self, handle: Any) -> Any:
+    def result(self, result: Callable[[Any], Any], handle: Any) -> Any:
         began = time.perf_counter()
-        result = self._result(handle)
+        results = result(handle)
         ended = time.perf_counter()
         step, tokens = self._steps.pop(id(handle))
         self._note("wait", step, tokens, began, ended)
         self._last = step, tokens, ended
-        return result
+        return results
 
     def turn_ended(self) -> None:
         if self._last is not None:
@@ -119,7 +117,5 @@ class _Recorder:
             done = now
 
     def close(self) -> None:
-        self._core.executor.submit = self._submit  # type: ignore[method-assign]
-        self._core.executor.result = self._result  # type: ignore[method-assign]
         self._dispatched.put(None)
         self._watcher.join()

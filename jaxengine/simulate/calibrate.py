@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 
 import numpy as np
@@ -59,18 +60,16 @@ class Calibration:
 
     def warm(self) -> None:
         """Run every program once: the first run is slower."""
-        recorder = Recorder(self.core, self._rows_per_turn, self._clock)
-        for n in self._decode:
-            self._run(recorder, [self._prompt(SHORT) for _ in range(n)], 2)
-        for tokens in self._mixed:
-            self._run(recorder, [self._prompt(min(tokens, self._longest))], 1)
-        recorder.close()
+        with closing(Recorder(self.core, self._rows_per_turn, self._clock)) as recorder:
+            for n in self._decode:
+                self._run(recorder, [self._prompt(SHORT) for _ in range(n)], 2)
+            for tokens in self._mixed:
+                self._run(recorder, [self._prompt(min(tokens, self._longest))], 1)
 
     def round(self, told: Callable[[str], None] = lambda _: None) -> None:
         """Every decode bucket, every mixed bucket, both with short and long contexts."""
         self.core.scheduler.reset_prefix_cache()
-        recorder = Recorder(self.core, self._rows_per_turn, self._clock)
-        try:
+        with closing(Recorder(self.core, self._rows_per_turn, self._clock)) as recorder:
             for n in self._decode:
                 told(f"decode {n} rows")
                 self._run(recorder, [self._prompt(SHORT) for _ in range(n)], DECODE_STEPS)
@@ -96,8 +95,6 @@ class Calibration:
             told("prefill beside decodes")
             for tokens in self._mixed:
                 self._beside(recorder, min(8, self._decode[-1]), min(tokens - 8, self._longest))
-        finally:
-            recorder.close()
         self.samples += recorder.samples
 
     def table(self, byte_s: float = 0.0) -> Table:

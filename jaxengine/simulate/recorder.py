@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from jaxengine.bench.datasets import BenchRequest, prompt_tokens
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.messages import EngineRequest
+from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.plan import StepPlan, StepResult
-from jaxengine.sched.scheduler import Scheduler
 from jaxengine.simulate.clock import Clock
 from jaxengine.simulate.cost import StepShape
 from jaxengine.simulate.outcome import Outcome, RankFigures, Record
@@ -49,19 +50,15 @@ class Recorder:
         self._finished: _Step | None = None
         self._last_done = 0.0
         self._waited = False
-        assert isinstance(core.scheduler, Scheduler)
-        self._schedule = core.scheduler.schedule
-        self._submit, self._result = core.executor.submit, core.executor.result
-        core.scheduler.schedule = self._scheduled  # type: ignore[method-assign]
-        core.executor.submit = self._submitted  # type: ignore[method-assign]
-        core.executor.result = self._resulted  # type: ignore[method-assign]
+        self._wrapped = ExitStack()
+        self._wrapped.enter_context(wrapped(core.scheduler, schedule=self._scheduled))
+        self._wrapped.enter_context(
+            wrapped(core.executor, submit=self._submitted, result=self._resulted)
+        )
 
     def close(self) -> None:
         """The core is as it was."""
-        assert isinstance(self.core.scheduler, Scheduler)
-        self.core.scheduler.schedule = self._schedule  # type: ignore[method-assign]
-        self.core.executor.submit = self._submit  # type: ignore[method-assign]
-        self.core.executor.result = self._result  # type: ignore[method-assign]
+        self._wrapped.close()
 
     def step(self) -> list[Any]:
         """`core.step`; a step that it finished becomes a sample."""
@@ -87,24 +84,24 @@ class Recorder:
             )
         return outputs
 
-    def _scheduled(self) -> StepPlan | None:
+    def _scheduled(self, schedule: Callable[[], StepPlan | None]) -> StepPlan | None:
         began = self._now()
-        plan = self._schedule()
+        plan = schedule()
         self._plan = None if plan is None else (began, plan)
         return plan
 
-    def _submitted(self, batch: Batch) -> Any:
+    def _submitted(self, submit: Callable[[Batch], Any], batch: Batch) -> Any:
         assert self._plan is not None
         began, plan = self._plan
         shape = StepShape.of(plan)
-        handle = self._submit(batch)
+        handle = submit(batch)
         now = self._now()
         self._flight.append(_Step(shape, batch, now - began, now))
         return handle
 
-    def _resulted(self, handle: Any) -> list[StepResult]:
+    def _resulted(self, result: Callable[[Any], list[StepResult]], handle: Any) -> list[StepResult]:
         began = self._now()
-        results = self._result(handle)
+        results = result(handle)
         step = self._flight.popleft()
         step.done = self._now()
         # In a pipeline a step's share is the time since the one before it.

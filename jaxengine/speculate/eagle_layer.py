@@ -1,19 +1,16 @@
 """Draft heads of one decoder layer, as published: EAGLE (Li et al., 2024), EAGLE-3 (2025).
 
-At position p the layer takes what it is told of the target there and the token at p + 1, and
-guesses the token at p + 2; drafting again from its own output gives the tokens after that. EAGLE
-is told the target's final hidden state; EAGLE-3 the states inside of three layers, joined by one
-matrix, and it has an output head of its own over the tokens that it can draft. Its KV at p needs
-the token at p + 1, so that it is written once the step was sampled, as for `speculate.mtp`.
+They draft as `speculate.layer_chain` says. EAGLE is told the target's final hidden state; EAGLE-3
+the states inside of three layers, joined by one matrix, and it has an output head of its own over
+the tokens that it can draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -26,10 +23,9 @@ from jaxengine.models.decoder import KV, LayerKind, all_rope_tables, attention, 
 from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.runner.forward import StepConfig
-from jaxengine.runner.state import Counted, SlotState
 from jaxengine.sampling.blocks import argmax, block_max, pad_vocab
-from jaxengine.sched.batch import Bucket
-from jaxengine.speculate.drafter import Drafter, draft_inputs, features_of, row_plan
+from jaxengine.speculate.drafter import Drafter
+from jaxengine.speculate.layer_chain import Layer, chain_drafter
 
 _PLAIN = LayerKind(window=0, group=0, experts=False)
 _ONE_DEVICE = StepLayout()
@@ -154,34 +150,10 @@ def layer_drafter(
     """`step` is the layer's own; `params` and `kv` are shapes; `load` gets the target's
     parameters."""
 
-    def propose(
-        bucket: Bucket, params: Params, kv: KV, slots: SlotState, counted: Counted, blob: Array
-    ) -> tuple[KV, Array]:
-        part, last, known = draft_inputs(step, bucket, slots, counted, blob)
-        live = jnp.arange(bucket.rows) < part["num_rows"][0]
+    def guess(params: Params, state: Float[Array, "S D"]) -> Int[Array, "S"]:
+        logits = pad_vocab(draft_logits(form, params, state))
+        tokens = argmax(logits, block_max(logits)).astype(jnp.int32)
+        return params["vocab_ids"][tokens] if "vocab_ids" in params else tokens
 
-        def one(carry: tuple[KV, Array, Array], i: Array) -> tuple[Any, Array]:
-            kv, tokens, state = carry
-            # A prompt of one token has no position behind which there is a token yet.
-            position = known - 2 + i
-            real = live & (i < part["num_drafts"]) & (position >= 0)
-            plan = row_plan(step, part, position[:, None], real[:, None])
-            state, kv = run_layer(form, step, params, kv, tokens, state, plan)
-            logits = pad_vocab(draft_logits(form, params, state))
-            tokens = argmax(logits, block_max(logits)).astype(jnp.int32)
-            if "vocab_ids" in params:
-                tokens = params["vocab_ids"][tokens]
-            return (kv, tokens, state), tokens
-
-        begin = (kv, last, joined(form, params, features_of(counted, part)))
-        (kv, _, _), drafts = jax.lax.scan(one, begin, jnp.arange(bucket.drafts))
-        return kv, drafts.T
-
-    def layers(params: Params, kv: KV, ids: Array, hidden: Array | None, plan: AttentionPlan) -> KV:
-        assert hidden is not None
-        return run_layer(form, step, params, kv, ids, joined(form, params, hidden), plan)[1]
-
-    return Drafter(
-        "eagle", params, load, propose, kv, layers,
-        reads_hidden=True, remembers=True,
-    )  # fmt: skip
+    layer = Layer(partial(joined, form), partial(run_layer, form, step), guess)
+    return chain_drafter("eagle", layer, step, params, kv, load)

@@ -1,15 +1,14 @@
 """Multi-token prediction with the checkpoint's own extra layer (DeepSeek-AI, 2024).
 
-Behind its L layers a model may have one more that was trained to guess a token further: at
-position p it takes the target's final hidden state and the token at p + 1. Drafting again from
-its own output gives the tokens after that. Its KV at p needs the token at p + 1, so that it is
-written once the step was sampled.
+Behind its L layers a model may have one more that was trained to guess a token further, from the
+target's final hidden state. It drafts as `speculate.layer_chain` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,9 +24,8 @@ from jaxengine.models.layout import Stage
 from jaxengine.models.params import Leaf, layer_leaves
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.runner.forward import StepConfig
-from jaxengine.runner.state import Counted, SlotState
-from jaxengine.sched.batch import Bucket
-from jaxengine.speculate.drafter import Drafter, draft_inputs, features_of, row_plan
+from jaxengine.speculate.drafter import Drafter
+from jaxengine.speculate.layer_chain import Layer, chain_drafter
 from jaxengine.speculate.second_model import greedy
 from jaxengine.weights.resolve import ModelFiles
 
@@ -90,35 +88,12 @@ def mtp_drafter(
     """`step` is the layer's own (of `one_layer`); `params` and `kv` are shapes; `load` gets the
     target's parameters."""
 
-    def propose(
-        bucket: Bucket, params: Params, kv: KV, slots: SlotState, counted: Counted, blob: Array
-    ) -> tuple[KV, Array]:
-        part, last, known = draft_inputs(step, bucket, slots, counted, blob)
-        live = jnp.arange(bucket.rows) < part["num_rows"][0]
+    def guess(params: Params, hidden: Float[Array, "S D"]) -> Int[Array, "S"]:
+        out = rms_norm(hidden, params["head_norm"], step.spec.norm_eps)
+        return greedy(step.spec, params, out, step.spec.vocab_size)
 
-        def one(carry: tuple[KV, Array, Array], i: Array) -> tuple[Any, Array]:
-            kv, tokens, hidden = carry
-            # The first position of all has no token behind its own yet when a prompt has one token.
-            position = known - 2 + i
-            real = live & (i < part["num_drafts"]) & (position >= 0)
-            plan = row_plan(step, part, position[:, None], real[:, None])
-            hidden, kv = run_layer(step, params, kv, tokens, hidden, plan)
-            out = rms_norm(hidden, params["head_norm"], step.spec.norm_eps)
-            tokens = greedy(step.spec, params, out, step.spec.vocab_size)
-            return (kv, tokens, hidden), tokens
-
-        begin = (kv, last, features_of(counted, part))
-        (kv, _, _), drafts = jax.lax.scan(one, begin, jnp.arange(bucket.drafts))
-        return kv, drafts.T
-
-    def layers(params: Params, kv: KV, ids: Array, hidden: Array | None, plan: AttentionPlan) -> KV:
-        assert hidden is not None
-        return run_layer(step, params, kv, ids, hidden, plan)[1]
-
-    return Drafter(
-        "mtp", params, load, propose, kv, layers,
-        reads_hidden=True, remembers=True,
-    )  # fmt: skip
+    layer = Layer(lambda params, features: features, partial(run_layer, step), guess)
+    return chain_drafter("mtp", layer, step, params, kv, load)
 
 
 def run_layer(

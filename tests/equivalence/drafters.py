@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from engine_runs import GOLDENS, VOCAB, engine
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.engine.core import EngineCore
+from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
 from jaxengine.sched.batch import view
 from jaxengine.sched.plan import StepResult
@@ -121,9 +122,8 @@ def recorded_drafts(core: EngineCore) -> Iterator[Record]:
     """What is drafted inside the block. Waits for every step."""
     record = Record()
     runner: Any = core.executor.runner  # type: ignore[attr-defined]
-    submit, result = runner.submit, runner.result
 
-    def submitted(batch: Batch) -> Any:
+    def submitted(submit: Callable[[Batch], Any], batch: Batch) -> Any:
         handle = submit(batch)
         if isinstance(handle.hidden, Drafted):
             layout = verify_layout(batch.bucket, core.built.batch_shape)
@@ -137,13 +137,10 @@ def recorded_drafts(core: EngineCore) -> Iterator[Record]:
                     record.drafts[tokens] = max(record.drafts.get(tokens, []), found, key=len)
         return handle
 
-    def resulted(handle: Any) -> list[StepResult]:
-        results: list[StepResult] = result(handle)
+    def resulted(result: Callable[[Any], list[StepResult]], handle: Any) -> list[StepResult]:
+        results = result(handle)
         record.results += [one for one in results if one.num_drafted is not None]
         return results
 
-    runner.submit, runner.result = submitted, resulted
-    try:
+    with wrapped(runner, submit=submitted, result=resulted):
         yield record
-    finally:
-        runner.submit, runner.result = submit, result

@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.messages import EngineRequest
+from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
 from jaxengine.executor.conformance import assert_same, transcript
 from jaxengine.executor.worker import WorkerExecutor
@@ -51,13 +52,11 @@ REQUESTS: list[dict[str, Any]] = [
 def recorded(engine: EngineCore) -> tuple[list[Batch], dict[str, list[int]]]:
     """Run the requests, and keep the batches."""
     batches: list[Batch] = []
-    submit = engine.executor.submit
 
-    def record(batch: Batch) -> Any:
+    def record(submit: Callable[[Batch], Any], batch: Batch) -> Any:
         batches.append(batch)
         return submit(batch)
 
-    engine.executor.submit = record  # type: ignore[method-assign]
     ids: dict[str, list[int]] = {}
     for number, params in enumerate(REQUESTS):
         settings = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True} | params
@@ -71,10 +70,10 @@ def recorded(engine: EngineCore) -> tuple[list[Batch], dict[str, list[int]]]:
                 eos_token_ids=[2],
             )
         )
-    while engine.has_work():
-        for output in engine.step():
-            ids.setdefault(output.request_id, []).extend(output.new_token_ids)
-    engine.executor.submit = submit  # type: ignore[method-assign]
+    with wrapped(engine.executor, submit=record):
+        while engine.has_work():
+            for output in engine.step():
+                ids.setdefault(output.request_id, []).extend(output.new_token_ids)
     return batches, ids
 
 
