@@ -72,7 +72,7 @@ def sleep(core: EngineCore, level: int = 1) -> None:
     """Abort what runs and give the device's memory back. Raises ValueError for the level."""
     if level not in (1, 2):
         raise ValueError(f"sleep level must be 1 or 2, got {level}")
-    if core._lockstep is not None:
+    if core.lockstep is not None:
         raise ValueError("ranks that share experts cannot sleep")
     if core._sleep_level:
         return

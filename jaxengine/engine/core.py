@@ -42,10 +42,9 @@ from jaxengine.engine.parts import event_publisher, open_built, speculation_of, 
 from jaxengine.engine.profile import Profiler
 from jaxengine.engine.step_figures import StepFigures
 from jaxengine.engine.transfers import Transfers
-from jaxengine.engine.wire import WaveNotice
 from jaxengine.executor.base import Batch, Executor, Verifier
 from jaxengine.executor.worker import WorkerExecutor
-from jaxengine.executor.worker_process import PeerFailed, WorkerDied
+from jaxengine.executor.worker_process import WorkerDied
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.scheduler import Scheduler
@@ -110,8 +109,8 @@ class EngineCore:
         )
         self._plan_afresh()
         self._inflight: deque[InFlight] = deque()
-        self._lockstep: Lockstep | None = make_lockstep(config, built.executor)
-        self._next_port: int | None = None  # of the coupled group that `recover` joins
+        # With the ranks that share its experts; None for an engine that steps alone.
+        self.lockstep: Lockstep | None = make_lockstep(config, built.executor)
         self._grammars = Grammars(config, built.spec.vocab_size)
         self._sleep_level = 0
         self._last_done = 0.0  # when the last result came; 0: there was no more to do
@@ -197,7 +196,7 @@ class EngineCore:
     def has_work(self) -> bool:
         if self._outputs or self._is_busy():
             return True
-        return self._lockstep is not None and self._lockstep.running
+        return self.lockstep is not None and self.lockstep.running
 
     def _is_busy(self) -> bool:
         busy = bool(self._inflight) or self.scheduler.has_work()
@@ -207,7 +206,7 @@ class EngineCore:
         """One turn of the loop; may return nothing. An exception leaves device state undefined,
         and ends the worker of a coupled rank: those of the others wait for it in vain."""
         with self._books:
-            if self._lockstep is None:
+            if self.lockstep is None:
                 return self._step()
             try:
                 return self._step()
@@ -223,7 +222,7 @@ class EngineCore:
         self._end_failed_grammars()
         self._end_failed_loads()
         outputs, self._outputs = self._outputs, []
-        if self._lockstep is not None and not self._lockstep.takes_part(self._is_busy()):
+        if self.lockstep is not None and not self.lockstep.takes_part(self._is_busy()):
             return outputs
         planned = False
         if len(self._inflight) < self.depth:
@@ -248,8 +247,8 @@ class EngineCore:
         plans = [shard.schedule() if shard.has_work() else None for shard in self._shards]
         live = [plan for plan in plans if plan is not None]
         self._transfers.dispatch(plans)
-        if self._lockstep is not None:
-            return self._submit_together(self._lockstep, plans)
+        if self.lockstep is not None:
+            return self._submit_together(self.lockstep, plans)
         if not live:
             return False
         num_drafts = (0, 0)
@@ -399,8 +398,8 @@ class EngineCore:
 
         Raises what the executor raises; may be called again then.
         """
-        if self._lockstep is not None:
-            self._rejoin(self._lockstep)
+        if self.lockstep is not None:
+            self.lockstep.rejoin()
         elif respawn:
             if self._worker is None:
                 raise ValueError("respawn needs --enable-fault-tolerance")
@@ -409,44 +408,6 @@ class EngineCore:
                 self._worker.sleep(self._sleep_level)
         elif not self._sleep_level:  # who sleeps has no state to lose
             self.executor.reset()
-
-    @property
-    def group_port(self) -> int | None:
-        """Where the coupled group lives that this rank belongs to; None for an engine alone."""
-        return None if self._lockstep is None else self._lockstep.port
-
-    def group_broke(self, port: int) -> None:
-        """A rank of the coupled group at `port` failed. Any thread may call it: the worker is
-        killed, and whoever waits for it learns of that."""
-        if self._worker is not None:
-            self._worker.abandon(PeerFailed("another rank of the group failed"), port)
-
-    def bind_waves(self, report: Callable[[WaveNotice], None]) -> None:
-        """`report` tells the front of waves, which wakes the other ranks."""
-        if self._lockstep is not None:
-            self._lockstep.bind(report)
-
-    def start_wave(self, notice: WaveNotice) -> None:
-        """Another rank of the group has work."""
-        if self._lockstep is not None:
-            self._lockstep.start_wave(notice)
-
-    def stop_waiting(self) -> None:
-        """Wait for other ranks no more: the engine is to stop. Any thread may call it."""
-        if self._lockstep is not None:
-            self._lockstep.stopping.set()
-
-    def join_group(self, port: int) -> None:
-        """The next `recover` joins the coupled group at `port`."""
-        self._next_port = port
-
-    def _rejoin(self, lockstep: Lockstep) -> None:
-        port, self._next_port = self._next_port, None
-        if port is None:
-            raise ValueError("ranks that share experts are respawned together, in a new group")
-        assert self._worker is not None
-        lockstep.renew(port)
-        self._worker.respawn(port)
 
     # -- figures and calls ------------------------------------------------------------------
 
@@ -469,8 +430,8 @@ class EngineCore:
         stats.extra |= self._transfers.stats()
         if self._speculator is not None:
             stats.extra |= self._speculator.stats.figures()
-        if self._lockstep is not None:
-            stats.extra |= self._lockstep.figures()
+        if self.lockstep is not None:
+            stats.extra |= self.lockstep.figures()
         stats.extra |= self._figures.figures(self._sleep_level)
         loading = sum(len(shard.state.loading) for shard in self._shards)
         stats.extra["waiting_deferred"] = float(self._grammars.num_waiting + loading)
@@ -500,8 +461,8 @@ class EngineCore:
         self._grammars.shutdown()
         if self._events is not None:
             self._events.close()
-        if self._lockstep is not None:
-            self._lockstep.close()
+        if self.lockstep is not None:
+            self.lockstep.close()
         self.executor.shutdown()
         self._transfers.close()  # after the device, which writes into its memory
 

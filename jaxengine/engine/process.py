@@ -27,9 +27,10 @@ from jaxengine.engine.fault.inject import for_rank
 from jaxengine.engine.fault.outbox import Outbox
 from jaxengine.engine.fault.sentinel import (
     CHECK,
-    GroupCore,
+    Group,
     RecoverableCore,
     Sentinel,
+    group_of,
     refuse_order,
 )
 from jaxengine.engine.fault.settings import fault_settings
@@ -97,8 +98,8 @@ def run_engine(launch: EngineLaunch) -> None:
 
     def on_terminate(*_: object) -> None:
         stopping.set()
-        if isinstance(core, GroupCore):
-            core.stop_waiting()
+        if group := group_of(core):
+            group.stop_waiting()
         inbox.put((wire.SHUTDOWN, None))
 
     setup_child_logging(launch.config, f"engine{launch.index}")
@@ -120,9 +121,9 @@ def run_engine(launch: EngineLaunch) -> None:
             settings = fault_settings(launch.config.fault)
             sentinel = Sentinel(core, settings, outbox, inbox, stopping, launch.index)
         deliver = sentinel.take if sentinel else _plain_delivery(inbox, outbox, launch.index)
-        if isinstance(core, GroupCore) and core.group_port is not None:
-            core.bind_waves(functools.partial(outbox.send, wire.WAVE))
-            deliver = _stopping_at_once(deliver, core)
+        if group := group_of(core):
+            group.bind(functools.partial(outbox.send, wire.WAVE))
+            deliver = _stopping_at_once(deliver, group)
             if sentinel is None and isinstance(core, RecoverableCore):
                 core.watch_worker(lambda: inbox.put((CHECK, None)))
         if isinstance(core, EarlyCore):
@@ -197,14 +198,14 @@ def _plain_delivery(
 
 
 def _stopping_at_once(
-    deliver: Callable[[bytes, Any], None], core: GroupCore
+    deliver: Callable[[bytes, Any], None], group: Group
 ) -> Callable[[bytes, Any], None]:
     """The same, when the loop may be waiting for other ranks."""
 
     def at_once(kind: bytes, body: Any) -> None:
         deliver(kind, body)
         if kind in (wire.SHUTDOWN, wire.FAILED):
-            core.stop_waiting()
+            group.stop_waiting()
 
     return at_once
 
@@ -336,7 +337,7 @@ def _handle(
             log.exception("engine call %s failed", call.method)
             result = UtilityResult(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
         outbox.send(wire.RESULT, result)
-    elif kind == wire.START_WAVE and isinstance(core, GroupCore):
-        core.start_wave(body)
+    elif kind == wire.START_WAVE and (group := group_of(core)):
+        group.start_wave(body)
     elif kind == CHECK and isinstance(core, RecoverableCore):
         core.check_worker()

@@ -23,21 +23,22 @@ from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.engine.packer import Prepared
 from jaxengine.executor.choice import ProgramKey, ShapeChooser
 from jaxengine.executor.worker import WorkerExecutor
+from jaxengine.executor.worker_process import PeerFailed
 from jaxengine.sched.plan import StepPlan
 
 Report = Callable[[wire.WaveNotice], None]
 
 
 class Lockstep:
-    """One thread uses it. `stopping` may be set by any: the rank was told to stop, and waits for
-    the others no more."""
+    """One thread uses it; `stop_waiting` and `broke` may be called by any."""
 
     def __init__(self, member: Member, config: EngineConfig, worker: WorkerExecutor) -> None:
         self._member = member
         self._worker = worker
         self._settings = fault_settings(config.fault)
         self._report: Report = _to_nobody
-        self.stopping = threading.Event()
+        self._stopping = threading.Event()
+        self._next_port: int | None = None  # of the group that `rejoin` joins
         self.num_waves = 0
         self.num_dummies = 0  # steps without anything to run here
         self._begin(member.port)
@@ -108,7 +109,7 @@ class Lockstep:
 
     def _look(self) -> None:
         self._worker.check()
-        if self.stopping.is_set():
+        if self._stopping.is_set():
             raise Interrupted
 
     def _settle(self, agreed: Agreement) -> None:
@@ -122,6 +123,27 @@ class Lockstep:
             self.num_waves += 1
             if self._member.rank == 0:
                 self._report(wire.WaveNotice(self.port, ended, running=False))
+
+    def stop_waiting(self) -> None:
+        """The rank was told to stop: it waits for the others no more."""
+        self._stopping.set()
+
+    def broke(self, port: int) -> None:
+        """A rank of the group at `port` failed: the worker is killed, and whoever waits for it
+        learns of that."""
+        self._worker.abandon(PeerFailed("another rank of the group failed"), port)
+
+    def join(self, port: int) -> None:
+        """The next `rejoin` joins the group at `port`."""
+        self._next_port = port
+
+    def rejoin(self) -> None:
+        """A new worker in a new group. Raises ValueError when none was named by `join`."""
+        port, self._next_port = self._next_port, None
+        if port is None:
+            raise ValueError("ranks that share experts are respawned together, in a new group")
+        self.renew(port)
+        self._worker.respawn(port)
 
     def renew(self, port: int) -> None:
         """The rank belongs to a new group from now on."""

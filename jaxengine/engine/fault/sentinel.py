@@ -67,17 +67,26 @@ class RecoverableCore(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-@runtime_checkable
-class GroupCore(Protocol):
-    """A core that may be one of several ranks that fail together (`engine.dp.coupling`)."""
+class Group(Protocol):
+    """The ranks that a rank fails together with (`engine.dp.lockstep`)."""
 
-    @property
-    def group_port(self) -> int | None: ...
-    def bind_waves(self, report: Callable[[wire.WaveNotice], None]) -> None: ...
+    def bind(self, report: Callable[[wire.WaveNotice], None]) -> None: ...
     def start_wave(self, notice: wire.WaveNotice) -> None: ...
     def stop_waiting(self) -> None: ...
-    def group_broke(self, port: int) -> None: ...
-    def join_group(self, port: int) -> None: ...
+    def broke(self, port: int) -> None: ...
+    def join(self, port: int) -> None: ...
+
+
+@runtime_checkable
+class GroupCore(Protocol):
+    """A core that may be one rank of a `Group`."""
+
+    @property
+    def lockstep(self) -> Group | None: ...
+
+
+def group_of(core: object) -> Group | None:
+    return core.lockstep if isinstance(core, GroupCore) else None
 
 
 class Sentinel:
@@ -105,8 +114,7 @@ class Sentinel:
         # Requests that the front still expects an end of. The core's own books may be what broke.
         self._open: set[str] = set()
         # Coupled ranks are recovered all at once, by the front.
-        coupled = isinstance(core, GroupCore) and core.group_port is not None
-        self._group: GroupCore | None = core if coupled else None  # type: ignore[assignment]
+        self._group = group_of(core)
         outbox.open_requests = self._open
         core.watch_worker(self._worker_gone)
 
@@ -119,7 +127,7 @@ class Sentinel:
             return
         if kind == wire.GROUP_BROKE:
             if self._group is not None:
-                self._group.group_broke(body)
+                self._group.broke(body)
             return
         with self._lock:
             health = self._health
@@ -287,7 +295,7 @@ class Sentinel:
         event: Event = Recovered()
         try:
             if self._group is not None:
-                self._group.join_group(int(order.params["port"]))
+                self._group.join(int(order.params["port"]))
             self._core.recover(respawn=order.instruction == "respawn")
         except Exception as error:  # noqa: BLE001 - told to the controller, who may try again
             log.exception("%s failed", order.instruction)

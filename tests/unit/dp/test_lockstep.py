@@ -141,7 +141,7 @@ def group(size: int, seed: int = 0) -> list[Rank]:
 def stop(ranks: list[Rank]) -> None:
     for one in ranks:
         one.inbox.put(None)
-        one.lockstep.stopping.set()
+        one.lockstep.stop_waiting()
     for one in ranks:
         one.join(5)
         assert not one.is_alive()
