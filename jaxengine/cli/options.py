@@ -46,6 +46,9 @@ _GROUPS = [
 ]
 _MODEL, _SERVER, _CACHE, _SCHEDULER, _DEVICES, _DATA_PARALLEL, _FAULT, _RUNNER = _GROUPS
 
+# The positional argument of commands.
+Model = Annotated[str | None, Parameter(name="MODEL", show_default=False)]
+
 
 @Parameter(name="*")
 @dataclass(frozen=True)
