@@ -45,6 +45,18 @@ class CallParser(Protocol):
         ...
 
 
+def feed_call(
+    call: CallParser, content: Content, raw: str, text: str, out: list[Event]
+) -> tuple[str, str]:
+    """Feed a call. Returns its text so far while it may still be none (`raw` is what was before),
+    and the text behind it."""
+    behind = call.feed(text, out)
+    if call.started:
+        content.call()
+        return "", behind
+    return raw + text, behind
+
+
 def held(text: str, markers: Iterable[str]) -> int:
     """Characters at the end of `text` that may be the beginning of a marker."""
     longest = 0

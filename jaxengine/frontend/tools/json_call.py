@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection
 
 from jaxengine.frontend.tools.base import Event
+from jaxengine.frontend.tools.nesting import Nesting
 
 _NAME = ("name",)
 _ARGUMENTS = ("arguments", "parameters")
@@ -26,9 +27,7 @@ class JsonCall:
         self._state = "open"
         self._key = ""
         self._value: list[str] = []  # characters of the key or value that is being read
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
+        self._nesting = Nesting("{")  # of the key or value
         self._arguments: str | None = None  # complete, but the name is not known yet
         self._sent = False
 
@@ -44,7 +43,7 @@ class JsonCall:
         state = self._state
         if state in ("key", "string", "container"):
             self._value.append(char)
-            if self._inside(char):
+            if self._nesting.take(char):
                 return
             if state == "key":
                 self._key, self._value = _decoded("".join(self._value)), []
@@ -78,25 +77,7 @@ class JsonCall:
 
     def _begin(self, state: str, char: str) -> None:
         self._state, self._value = state, [char]
-        self._in_string, self._escaped = char == '"', False
-        self._depth = 1 if char in "{[" else 0
-
-    def _inside(self, char: str) -> bool:
-        """Whether the string or container goes on after this character."""
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
-        elif char == '"':
-            self._in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-        return self._in_string or self._depth > 0
+        self._nesting = Nesting(char)
 
     def _stream(self, out: list[Event]) -> None:
         """Pass on what there is of the arguments."""

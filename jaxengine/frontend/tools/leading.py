@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxengine.frontend.tools.base import CallParser, Content, Event
+from jaxengine.frontend.tools.base import CallParser, Content, Event, feed_call
 
 
 class LeadingCalls:
@@ -69,11 +69,7 @@ class LeadingCalls:
             self._raw, self._buffer = self._buffer[:lead], skipped
         if not self._buffer:
             return False
-        self._raw += self._buffer
-        self._buffer = self._call.feed(self._buffer, out)
-        if self._call.started:
-            self._content.call()
-            self._raw = ""
+        self._raw, self._buffer = feed_call(self._call, self._content, self._raw, self._buffer, out)
         if self._call.failed and not self._call.started:
             self._plain = True
             self._buffer, self._raw = self._raw, ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from jaxengine.frontend.tools.base import CallParser, Event, Parser
 from jaxengine.frontend.tools.json_call import JsonCalls
+from jaxengine.frontend.tools.nesting import Nesting
 from jaxengine.frontend.tools.tagged import TaggedCalls
 
 BEGIN = "[TOOL_CALLS]"
@@ -28,9 +29,7 @@ class NamedObject:
         self.done = False
         self.failed = False
         self._name = ""
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
+        self._object = Nesting("{")
 
     def feed(self, text: str, out: list[Event]) -> str:
         sent = 0
@@ -39,7 +38,7 @@ class NamedObject:
                 sent = at
                 self._take_name(char, out)
             else:
-                self._take(char)
+                self.done = not self._object.take(char)
             if self.failed:
                 return text[at:]
             if self.done:
@@ -59,21 +58,4 @@ class NamedObject:
             self.failed = True
             return
         self.started = True
-        self._depth = 1
         out.append(Event("call", name))
-
-    def _take(self, char: str) -> None:
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
-        elif char == '"':
-            self._in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-            self.done = self._depth == 0

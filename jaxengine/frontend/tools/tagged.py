@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxengine.frontend.tools.base import CallParser, Content, Event, first_of, held
+from jaxengine.frontend.tools.base import CallParser, Content, Event, feed_call, first_of, held
 
 # The text of a call begins with this character: what reads it, or None if it is no call.
 Reader = Callable[[str], CallParser | None]
@@ -84,11 +84,7 @@ class TaggedCalls:
                 return self._no_call(out)
         if not self._buffer:
             return False
-        self._raw += self._buffer
-        self._buffer = self._call.feed(self._buffer, out)
-        if self._call.started:
-            self._content.call()
-            self._raw = ""
+        self._raw, self._buffer = feed_call(self._call, self._content, self._raw, self._buffer, out)
         if self._call.failed and not self._call.started:
             return self._no_call(out)
         if self._call.done or self._call.failed:
