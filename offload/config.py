@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from jaxengine.json_setting import json_object
 
 GIB = 2**30
 
@@ -116,7 +117,7 @@ def parse_offload(
         return OffloadConfig(cpu_bytes=int(kv_offloading_size * GIB))
     if kv_offloading_size is not None:
         raise ValueError("give kv_offloading_size or kv_transfer_config, not both")
-    top = _object(kv_transfer_config)
+    top = json_object(kv_transfer_config, "kv_transfer_config")
     _refuse_unknown(top, _TOP, "kv_transfer_config")
     connector = top.get("kv_connector")
     if connector not in ("OffloadingConnector", "P2PConnector"):
@@ -200,17 +201,6 @@ def _check_roles(config: OffloadConfig) -> None:
         raise ValueError("P2PConnector: a kv_producer needs p2p.bind, its address for consumers")
     if config.loads and (peer is None or not peer.peers):
         raise ValueError("P2PConnector: a kv_consumer needs p2p.peers, the producers' addresses")
-
-
-def _object(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"kv_transfer_config is not JSON: {error}") from None
-    if not isinstance(value, Mapping):
-        raise ValueError(f"kv_transfer_config must be a JSON object, got {value!r}")
-    return value
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: set[str], where: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from jaxengine.frontend.outputs import EmbeddingOutput, RequestOutput
 from jaxengine.frontend.validation import RequestError
+from jaxengine.json_setting import json_object
 from jaxengine.sampling_params import SamplingParams
 
 POOLINGS = ("last", "mean")
@@ -19,20 +19,14 @@ def pooling_settings(setting: str | dict[str, Any] | None) -> tuple[str, bool]:
     """(pooling, normalize) of `--pooler-config`. Raises ValueError naming the field."""
     if setting is None:
         return "last", True
-    if isinstance(setting, str):
-        try:
-            setting = json.loads(setting)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"pooler_config is not JSON: {error}") from None
-    if not isinstance(setting, dict):
-        raise ValueError(f"pooler_config must be a JSON object, got {setting!r}")
-    for name in setting:
+    given = json_object(setting, "pooler_config")
+    for name in given:
         if name not in ("pooling_type", "normalize"):
             raise ValueError(
                 f"pooler_config has no field {name!r}; it has pooling_type and normalize"
             )
-    pooling = setting.get("pooling_type", "LAST")
-    normalize = setting.get("normalize", True)
+    pooling = given.get("pooling_type", "LAST")
+    normalize = given.get("normalize", True)
     if not isinstance(pooling, str) or pooling.lower() not in POOLINGS:
         raise ValueError(f"pooler_config.pooling_type must be LAST or MEAN, got {pooling!r}")
     if not isinstance(normalize, bool):

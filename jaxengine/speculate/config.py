@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from jaxengine.json_setting import json_object
 from jaxengine.speculate.known_fields import without_fixed
 
 METHODS = ("ngram", "suffix", "eagle", "draft_model", "mtp")
@@ -70,7 +70,7 @@ class SpeculativeConfig:
 
 def parse_speculative_config(setting: str | dict[str, Any]) -> SpeculativeConfig:
     """From the JSON text of the flag, or the object itself. Raises ValueError naming the field."""
-    fields = without_fixed(_fields_of(setting))
+    fields = without_fixed(json_object(setting, "speculative_config"))
     for name in fields:
         if name not in _FIELDS:
             raise ValueError(
@@ -133,17 +133,6 @@ def parse_speculative_config(setting: str | dict[str, Any]) -> SpeculativeConfig
         NO_LIMIT if longest is None else _whole(longest, "max_model_len", 1),
         _suffix(fields),
     )
-
-
-def _fields_of(setting: str | dict[str, Any]) -> dict[str, Any]:
-    if isinstance(setting, str):
-        try:
-            setting = json.loads(setting)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"speculative_config is not JSON: {error}") from None
-    if not isinstance(setting, dict):
-        raise ValueError(f"speculative_config must be a JSON object, got {setting!r}")
-    return setting
 
 
 def _method(fields: dict[str, Any]) -> Any:

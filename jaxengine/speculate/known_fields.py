@@ -3,6 +3,7 @@ at the value that says what happens here anyway, and refused at any other. No JA
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 # Name: the values that change nothing, and why no other one works.
@@ -28,7 +29,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def without_fixed(fields: dict[str, Any]) -> dict[str, Any]:
+def without_fixed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are left to be read. Raises ValueError with a sentence that names a field
     which asks for something else than what there is."""
     left = {}
