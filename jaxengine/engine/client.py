@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
+from jaxengine.engine.calls import answer_call, fail_all
 from jaxengine.engine.dp.spawning import error_class, spawn_environment, without_main
 from jaxengine.engine.join import MOST_OUTPUTS, join_outputs
 from jaxengine.engine.messages import (
@@ -206,7 +207,7 @@ class EngineClient:
             if kind == wire.OUTPUTS:
                 return await self._joined(wire.decode_outputs(payload))
             if kind == wire.RESULT:
-                self._answer(payload)
+                answer_call(self._calls, wire.decode_result(payload))
             elif kind == wire.STATUS:
                 self._take_status(payload)
             elif kind == wire.WAVE:
@@ -242,16 +243,6 @@ class EngineClient:
         future = self._orders.pop(result.request_id, None)
         if future is not None and not future.done():
             future.set_result(result)
-
-    def _answer(self, payload: bytes) -> None:
-        result = wire.decode_result(payload)
-        future = self._calls.pop(result.call_id, None)
-        if future is None or future.done():
-            return
-        if result.error is None:
-            future.set_result(result.result)
-        else:
-            future.set_exception(RuntimeError(result.error))
 
     def _send(self, kind: bytes, payload: bytes) -> None:
         if self._input is None or self._closing:
@@ -305,15 +296,11 @@ class EngineClient:
 
     def fail_calls(self, error: Exception) -> None:
         """End every waiting `call` with `error`."""
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
+        fail_all(self._calls.values(), error)
 
     def fail_orders(self, error: Exception) -> None:
         """End every waiting `order` with `error`."""
-        for future in self._orders.values():
-            if not future.done():
-                future.set_exception(error)
+        fail_all(self._orders.values(), error)
 
     async def close(self, grace: float = 5.0) -> None:
         """Stop the process: asked for `grace` seconds, then terminated, then killed. Idempotent."""

@@ -19,18 +19,16 @@ import zmq
 
 from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.engine.dp.coupling import member_of
+from jaxengine.executor.around import AroundRunner
 from jaxengine.executor.base import Batch
 from jaxengine.executor.worker_messages import Array, Call, Sample, Stop, Submit, WireBatch
-from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool
-    from jaxengine.offload.jobs import Done, OffloadStep
     from jaxengine.offload.layout import KVLayout
     from jaxengine.parallel.mesh import Devices
     from jaxengine.runner.model_runner import Handle, ModelRunner
-    from jaxengine.runner.programs import Programs
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +92,13 @@ def over_processes(runner: ModelRunner, config: EngineConfig, devices: Devices) 
     return LeadingRunner(runner, config) if config.parallel.node_rank == 0 else runner
 
 
-class LeadingRunner:
+class LeadingRunner(AroundRunner):
     """Node 0's `ModelRunner`: tells the others first."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
         """Waits until all nodes are there. Raises RuntimeError when one does not come or is
         configured differently."""
-        self._runner = runner
+        super().__init__(runner)
         self._steps = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -123,14 +121,6 @@ class LeadingRunner:
                 )
             missing.discard(name)
 
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self._runner.buckets
-
-    @property
-    def programs(self) -> Programs:
-        return self._runner.programs
-
     def _tell(self, command: Submit | Sample | Call | Stop) -> None:
         data = _encode(command)
         for name in self._others:
@@ -151,12 +141,6 @@ class LeadingRunner:
     def open_transfers(self, pools: Sequence[PagePool], layout: KVLayout) -> None:
         """Raises ValueError: the other nodes cannot reach this one's host memory."""
         raise ValueError("KV offload works within one node; nnodes must be 1 with it")
-
-    def transfer(self, steps: Sequence[OffloadStep | None]) -> None:
-        raise AssertionError("no transfers were opened")
-
-    def poll_transfers(self) -> list[list[Done]]:
-        return []
 
     def reset(self) -> None:
         self._tell(Call(0, "reset"))

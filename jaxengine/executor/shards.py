@@ -16,36 +16,26 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from jaxengine.executor.around import AroundRunner
 from jaxengine.executor.base import Batch
 from jaxengine.parallel.mesh import Devices
-from jaxengine.sched.batch import Bucket
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.plan import Int32, StepResult
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool
-    from jaxengine.offload.jobs import Done, OffloadStep
     from jaxengine.offload.layout import KVLayout
     from jaxengine.runner.model_runner import Handle, ModelRunner
-    from jaxengine.runner.programs import Programs
 
 
-class ShardRunner:
+class ShardRunner(AroundRunner):
     """A `ModelRunner` for the process's own shards. Batches and results are theirs alone."""
 
     def __init__(self, runner: ModelRunner, devices: Devices, num_processes: int) -> None:
         assert devices.mesh is not None
-        self._runner = runner
+        super().__init__(runner)
         self._sharding = NamedSharding(devices.mesh, devices.data)
         self._processes = num_processes
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self._runner.buckets
-
-    @property
-    def programs(self) -> Programs:
-        return self._runner.programs
 
     def submit(self, batch: Batch) -> Handle:
         targets, index = batch.prompt_targets, batch.pool_index
@@ -78,12 +68,6 @@ class ShardRunner:
     def open_transfers(self, pools: Sequence[PagePool], layout: KVLayout) -> None:
         """Raises ValueError."""
         raise ValueError("KV offload does not work with ranks that share experts")
-
-    def transfer(self, steps: Sequence[OffloadStep | None]) -> None:
-        raise AssertionError("no transfers were opened")
-
-    def poll_transfers(self) -> list[list[Done]]:
-        return []
 
     def reset(self) -> None:
         """Raises ValueError: the others' programs would wait for this one's for ever."""

@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from jaxengine.config import EngineConfig
+from jaxengine.engine.calls import answer_call, fail_all
 from jaxengine.engine.client import EngineDeadError, EngineStartError
 from jaxengine.engine.dp.balancer import ANYWHERE, Placement
 from jaxengine.engine.dp.health import HEALTHY, Board
@@ -26,7 +27,6 @@ from jaxengine.engine.messages import (
     FaultToleranceResult,
     RankStatus,
     UtilityCall,
-    UtilityResult,
 )
 
 Send = Callable[[bytes, bytes], None]
@@ -102,21 +102,12 @@ class RemoteGroup:
                 news = hub.decode_outputs(payload)
                 await take(news.engine_index, news)
             elif kind == hub.RESULT:
-                self._answer(hub.decode_result(payload))
+                answer_call(self._calls, hub.decode_result(payload))
             elif kind == hub.COLLECT:
                 self._send(hub.REPORT, hub.encode(self._report()))
             elif kind == hub.DEAD:
                 dead = hub.decode_dead(payload)
                 raise EngineDeadError(dead.message, dead.kind)
-
-    def _answer(self, result: UtilityResult) -> None:
-        future = self._calls.pop(result.call_id, None)
-        if future is None or future.done():
-            return
-        if result.error is None:
-            future.set_result(result.result)
-        else:
-            future.set_exception(RuntimeError(result.error))
 
     def _send(self, kind: bytes, payload: bytes) -> None:
         if self._socket is None or self._socket.closed:
@@ -141,9 +132,7 @@ class RemoteGroup:
 
     def fail_calls(self, error: Exception) -> None:
         """End every waiting `call` with `error`."""
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
+        fail_all(self._calls.values(), error)
 
     async def order(self, rank: int, order: FaultToleranceRequest) -> FaultToleranceResult:
         """Fault tolerance has one API process."""
