@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import planning
 import pytest
 from fake_device import oracle
 from step_loop import Engine
@@ -10,16 +11,17 @@ from jaxengine.sched.config import GroupSpec, PlannerConfig
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import CapacityError, Scheduler
 
+LARGER = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 512,
+    "block_size": 16,
+    "num_blocks": 1000,
+}
+
 
 def config(**changes: object) -> PlannerConfig:
-    base: dict[str, object] = dict(
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        max_model_len=512,
-        block_size=16,
-        num_blocks=1000,
-    )
-    return PlannerConfig(**(base | changes))  # type: ignore[arg-type]
+    return planning.config(**(LARGER | changes))
 
 
 def prompt(seed: int, length: int) -> list[int]:

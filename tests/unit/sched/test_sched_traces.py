@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from planning import config, planned
 
 from jaxengine.sched.block_pool import BlockPool
-from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.sched.config import GroupSpec
 from jaxengine.sched.kv_cache import KVCache
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request, RequestStatus
 from jaxengine.sched.scheduler import Scheduler
 from jaxengine.sched.slots import SlotTable
 from jaxengine.sched.updates import RequestUpdate
-
-
-def config(**changes: object) -> PlannerConfig:
-    base: dict[str, object] = dict(
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=64,
-        block_size=4,
-        num_blocks=64,
-    )
-    return PlannerConfig(**(base | changes))  # type: ignore[arg-type]
-
-
-def planned(scheduler: Scheduler) -> StepPlan:
-    plan = scheduler.schedule()
-    assert plan is not None
-    scheduler.check_integrity()
-    return plan
 
 
 def answer(scheduler: Scheduler, plan: StepPlan, *rows: list[int]) -> list[RequestUpdate]:
