@@ -17,16 +17,18 @@ for name in ("msgspec", "zmq", "hypothesis", "pytest"):
 sys.path.insert(0, "tests/gpu")
 import numpy as np
 import device_check as check
+import gpu_answers as answers
+import gpu_record as record
 assert check.main() == 2, "there is no GPU here"
-check.REPEATS = 1
+record.REPEATS = 1
 check.device.device_reason = lambda: ""
 check.device.choose = lambda *a, **k: False
-check.CHECK_SECONDS = float("inf")
-cases = check.attention_cases()
+record.CHECK_SECONDS = float("inf")
+cases = answers.attention_cases()
 some = ("group 7", "window 70", "sinks rows 64")
-check.attention_cases = lambda: [c for c in cases if c[0] in some]
-check.correctness()
-made = check.RESULTS["correct"]
+answers.attention_cases = lambda: [c for c in cases if c[0] in some]
+answers.correctness()
+made = record.RESULTS["correct"]
 assert len(made) > 30, len(made)
 sys.exit(str([c for c in made if not c["ok"]]) if not all(c["ok"] for c in made) else 0)
 """
