@@ -31,31 +31,11 @@ EXAMPLES = [code(cell)[0] for cell, _ in SAME]
 Run = Callable[..., EngineConfig]
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The EngineConfig that `jaxengine serve ARGS` would serve."""
-    seen: list[EngineConfig] = []
-
-    def fake(config: EngineConfig, stub: bool = False) -> int:
-        seen.append(config)
-        return 0
-
-    monkeypatch.setattr("jaxengine.cli.serve.run_server", fake)
-
-    def run(*argv: str) -> EngineConfig:
-        with pytest.raises(SystemExit) as left:
-            cli.main(["serve", *argv])
-        assert left.value.code == 0, argv
-        return seen.pop()
-
-    return run
-
-
-def test_flags_of_the_same_name_parse(served: Run) -> None:
+def test_flags_of_the_same_name_parse(served_config: Run) -> None:
     """All at once: a start of the parser for each would take half a minute."""
     assert len(EXAMPLES) > 60
     words = [word for example in EXAMPLES for word in shlex.split(example)]
-    config = served(*words)
+    config = served_config(*words)
     assert config.cache.num_gpu_blocks_override == 4096 and config.server.shutdown_timeout == 30
     assert config.server.allowed_origins == ["*"] and config.parallel.enable_dbo
     foreign = [word for word in words if word.startswith("--") and find(word) is not None]
@@ -71,7 +51,7 @@ def test_every_flag_of_ours_is_on_the_page() -> None:
     assert same | alone == ours
 
 
-def test_flags_by_another_name_mean_ours(served: Run) -> None:
+def test_flags_by_another_name_mean_ours(served_config: Run) -> None:
     values = {"--quantization": "int8", "--speculative-config": "{}", "--log-level": "debug"}
     switches = ("--enable-expert-parallel", "--disable-access-log")
     theirs, ours = [], []
@@ -82,15 +62,17 @@ def test_flags_by_another_name_mean_ours(served: Run) -> None:
             ours += [one.ours, *value]
             assert f"| `{one.name}` | `{one.ours}` |" in PAGE
     assert translate(["serve", *theirs]) == ["serve", *ours]
-    config = served(*theirs)
+    config = served_config(*theirs)
     assert config.parallel.tensor_parallel_size == 2 and config.server.log_level == "debug"
 
 
-def test_flags_not_needed_change_nothing(served: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_flags_not_needed_change_nothing(
+    served_config: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     unneeded = [one for one in FLAGS if one.status == "not needed"]
     assert len(unneeded) > 5
     words = [w for one in unneeded for w in ([one.name, "7"] if one.takes_value else [one.name])]
-    assert served(*words) == EngineConfig()
+    assert served_config(*words) == EngineConfig()
     for one in unneeded:
         assert f"{one.name} is not needed: {one.reason}" in caplog.text
         assert f"| `{one.name}` | {one.reason} |" in PAGE
@@ -134,10 +116,10 @@ def test_only_serving_commands_translate() -> None:
     assert split_argv(["chat", "-q", "hello"])[0] == ["chat", "-q", "hello"]
 
 
-def test_keys_of_a_file_are_treated_alike(served: Run, tmp_path: pathlib.Path) -> None:
+def test_keys_of_a_file_are_treated_alike(served_config: Run, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text("trust-remote-code: true\nuvicorn-log-level: debug\nseed: 3\n")
-    config = served("--config", str(file))
+    config = served_config("--config", str(file))
     assert config.server.log_level == "debug" and config.model.seed == 3
 
 

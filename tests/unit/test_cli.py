@@ -24,36 +24,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 Run = Callable[..., EngineConfig]
 
 
-@pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The EngineConfig that `jaxengine serve ARGS` would serve."""
-    seen: list[EngineConfig] = []
-
-    def fake(config: EngineConfig, stub: bool = False) -> int:
-        seen.append(config)
-        return 0
-
-    monkeypatch.setattr("jaxengine.cli.serve.run_server", fake)
-
-    def run(*argv: str) -> EngineConfig:
-        with pytest.raises(SystemExit) as left:
-            cli.main(["serve", *argv])
-        assert left.value.code == 0
-        return seen.pop()
-
-    return run
+def test_defaults(served_config: Run) -> None:
+    assert served_config() == EngineConfig()
 
 
-def test_defaults(parsed: Run) -> None:
-    assert parsed() == EngineConfig()
-
-
-def test_both_spellings_and_positional_model(parsed: Run) -> None:
-    config = parsed("some/model", "--max-num-seqs", "7", "--max_num_batched_tokens", "99")
+def test_both_spellings_and_positional_model(served_config: Run) -> None:
+    config = served_config("some/model", "--max-num-seqs", "7", "--max_num_batched_tokens", "99")
     assert config.model.model == "some/model"
     assert config.scheduler.max_num_seqs == 7
     assert config.scheduler.max_num_batched_tokens == 99
-    assert parsed("--model", "other").model.model == "other"
+    assert served_config("--model", "other").model.model == "other"
 
 
 @pytest.mark.parametrize(
@@ -69,14 +49,14 @@ def test_both_spellings_and_positional_model(parsed: Run) -> None:
     ],
     ids=str,
 )
-def test_async_scheduling_forms(parsed: Run, argv: list[str], value: bool) -> None:
-    assert parsed(*argv).scheduler.async_scheduling is value
+def test_async_scheduling_forms(served_config: Run, argv: list[str], value: bool) -> None:
+    assert served_config(*argv).scheduler.async_scheduling is value
 
 
-def test_yaml_and_the_line_wins(parsed: Run, tmp_path: pathlib.Path) -> None:
+def test_yaml_and_the_line_wins(served_config: Run, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text("block-size: 32\nport: 9000\nasync-scheduling: false\nmodel: from-file\n")
-    config = parsed("--config", str(file), "--port", "9001")
+    config = served_config("--config", str(file), "--port", "9001")
     assert config.cache.block_size == 32 and config.server.port == 9001
     assert config.scheduler.async_scheduling is False
     assert config.model.model == "from-file"

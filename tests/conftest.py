@@ -1,0 +1,33 @@
+"""Fixtures for tests of every folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from jaxengine.config import EngineConfig
+
+
+@pytest.fixture
+def served_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
+    """The EngineConfig that `jaxengine serve ARGS` would serve; nothing is started."""
+    from jaxengine.cli import main as cli
+
+    seen: list[EngineConfig] = []
+
+    def fake(config: EngineConfig, stub: bool = False) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr("jaxengine.cli.serve.run_server", fake)
+
+    def run(*argv: str) -> EngineConfig:
+        with pytest.raises(SystemExit) as left:
+            cli.main(["serve", *argv])
+        assert left.value.code == 0, argv
+        return seen.pop()
+
+    return run
