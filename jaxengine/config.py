@@ -46,7 +46,8 @@ class ModelConfig:
     quantization: Literal["int8"] | None = None
     """int8: weights and activations in 8 bits where that is faster (CPU)."""
     max_model_len: int | None = None
-    """Longest sequence, prompt and output, in tokens; default: the model's, within memory."""
+    """Longest sequence, prompt and output, in tokens: 32768, 32K or 32k (32000); default, and with
+    auto or -1: the model's, within memory."""
     seed: int = 0
     """Base of the random keys of requests without a seed."""
     max_logprobs: int = 20
@@ -63,6 +64,11 @@ class ModelConfig:
     download_dir: str | None = None
     """Where hub downloads are kept."""
 
+    def __post_init__(self) -> None:
+        """vLLM's -1 is "not set" here."""
+        if self.max_model_len == -1:
+            object.__setattr__(self, "max_model_len", None)
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -71,7 +77,7 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     """Exact number of KV blocks, instead of what memory allows."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes for the KV pool; default: gpu_memory_utilization on GPU, 384 MiB on CPU."""
+    """Bytes for the KV pool, such as 2G; default: gpu_memory_utilization on GPU, 384 MiB on CPU."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     """auto: the model's type; fp8 (e4m3, scale 1): half of bfloat16's memory, less exact."""
     gpu_memory_utilization: float = 0.92
@@ -95,7 +101,7 @@ class SchedulerConfig:
     max_num_seqs: int | None = None
     """Most sequences in one step; default 64 on CPU, 256 on GPU."""
     max_num_batched_tokens: int | None = None
-    """Token budget of one step; default 1024 on CPU, 8192 on GPU."""
+    """Token budget of one step, such as 8192 or 8K; default 1024 on CPU, 8192 on GPU."""
     enable_chunked_prefill: bool = True
     """Split long prompts over steps, beside running decodes."""
     long_prefill_token_threshold: int = 0

@@ -12,6 +12,7 @@ import cyclopts
 import yaml
 from cyclopts import Group, Parameter
 
+from jaxengine.cli.counts import count_keys, count_words
 from jaxengine.config import (
     HARMONY_PARSERS,
     PARTS,
@@ -168,8 +169,10 @@ def flag(name: str) -> str:
 
 def split_argv(argv: list[str]) -> tuple[list[str], str | None]:
     """Take `--config FILE` out, and turn `--async-scheduling false` into `--async-scheduling=false`
-    (a flag's value form, for every boolean field). vLLM's own names become ours."""
-    words = iter(translate(argv) if argv[:1] in (["serve"], ["run-batch"]) else argv)
+    (a flag's value form, for every boolean field). vLLM's own names become ours, and counts such
+    as 32k plain numbers."""
+    argv = translate(argv) if argv[:1] in (["serve"], ["run-batch"]) else argv
+    words = iter(count_words(argv))
     booleans = _boolean_flags()
     rest: list[str] = []
     config = None
@@ -210,6 +213,6 @@ def yaml_config(path: str) -> cyclopts.config.Dict:
         ) from None
     if not isinstance(found, dict):
         raise ValueError(f"--config {path} must hold settings, one `name: value` a line")
-    known = translate_keys({str(name): value for name, value in found.items()})
+    known = count_keys(translate_keys({str(name): value for name, value in found.items()}))
     settings = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in known.items()}
     return cyclopts.config.Dict(settings, source=path, use_commands_as_keys=False)

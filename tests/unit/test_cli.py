@@ -62,6 +62,15 @@ def test_yaml_and_the_line_wins(served_config: Run, tmp_path: pathlib.Path) -> N
     assert config.model.model == "from-file"
 
 
+def test_units_and_auto(parsed: Run, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("max-model-len: 32k\nmax-num-batched-tokens: 8K\n")
+    config = parsed("--config", str(file))
+    assert config.model.max_model_len == 32_000
+    assert config.scheduler.max_num_batched_tokens == 8192
+    assert parsed("--config", str(file), "--max-model-len", "auto").model.max_model_len is None
+
+
 def test_every_field_is_a_flag_with_help() -> None:
     # A process of its own: the width of the page is settled when it is first printed.
     code = "from jaxengine.cli.main import main; main(['serve', '--help'])"
@@ -78,6 +87,8 @@ def test_every_field_is_a_flag_with_help() -> None:
     [
         (["--block-size", "0"], "--block-size must be at least 1"),
         (["--block-size", "x"], "--block-size"),
+        (["--max-model-len", "32q"], "--max-model-len 32q is no whole number"),
+        (["--max-model-len", "-5"], "--max-model-len must be at least 1"),
         (["--max-num-seqs", "-3"], "--max-num-seqs must be at least 1"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
         (["--watermark", "1"], "--watermark"),
