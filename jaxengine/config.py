@@ -52,6 +52,9 @@ class ModelConfig:
     """Base of the random keys of requests without a seed."""
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for at one position; -1 = the whole vocabulary."""
+    logprobs_mode: Literal["raw_logprobs"] = "raw_logprobs"
+    """Log-probabilities are of the model's own logits, before penalties and temperature, within
+    what a grammar allows."""
     generation_config: str = "auto"
     """auto: sampling defaults of the model's generation_config.json; engine: ours."""
     override_generation_config: str | dict[str, Any] | None = None
@@ -65,7 +68,9 @@ class ModelConfig:
     """Where hub downloads are kept."""
 
     def __post_init__(self) -> None:
-        """vLLM's -1 is "not set" here."""
+        """Raises ValueError for another logprobs_mode. vLLM's length -1 is "not set" here."""
+        if self.logprobs_mode != "raw_logprobs":
+            raise ValueError(f"logprobs_mode must be raw_logprobs, got {self.logprobs_mode}")
         if self.max_model_len == -1:
             object.__setattr__(self, "max_model_len", None)
 
@@ -275,6 +280,9 @@ class ServerConfig:
     """Leave the tools out of the prompt when tool_choice is none."""
     enable_force_include_usage: bool = False
     """Streams end with the usage, whether stream_options asks for it or not."""
+    stream_interval: int = 1
+    """Tokens in a chunk of a stream; the first comes at once all the same. More: fewer, larger
+    writes, for many streams on few cores."""
     sse_keep_alive_interval: float = 0.0
     """Seconds of silence after which a stream gets a comment, for proxies that cut silent
     connections; 0: never. A failure after that time comes as an event, behind the status 200."""

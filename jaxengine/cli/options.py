@@ -113,6 +113,7 @@ _POSITIVE = (
     "max_num_batched_tokens",
     "max_request_bytes",
     "api_server_count",
+    "stream_interval",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "attention_data_parallel_size",

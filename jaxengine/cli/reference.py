@@ -40,7 +40,8 @@ The command line wins over the file. `model` is the first argument of the comman
 JSON takes a string of JSON on the command line and an object in YAML and Python. A value out of
 range ends the start with one sentence that names the flag. `max-model-len`,
 `max-num-batched-tokens` and `kv-cache-memory-bytes` take units on the command line and in YAML:
-`32k` is 32,000, `32K` 32,768 (and m, g, t, M, G, T); `25.6k` is 25,600. `configs/` has files for common cases:
+`32k` is 32,000, `32K` 32,768 (and m, g, t, M, G, T); `25.6k` is 25,600. `configs/` has files for
+common cases:
 
 ```sh
 jaxengine serve --config configs/laptop.yaml

@@ -147,9 +147,8 @@ class AsyncLLM:
             self.config.server.reasoning_parser,
         )
         self.default_params = self._processor.default_params
-        self._in_flight = InFlight(
-            self._group.placer, OutputProcessor(self.tokenizer), self.metrics, self._waiting
-        )
+        outputs = OutputProcessor(self.tokenizer, self.config.server.stream_interval)
+        self._in_flight = InFlight(self._group.placer, outputs, self.metrics, self._waiting)
         self._task = asyncio.create_task(self._run(self._in_flight), name="jaxengine-outputs")
 
     # -- requests ------------------------------------------------------------------------------

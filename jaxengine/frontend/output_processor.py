@@ -34,10 +34,12 @@ class OutputProcessor:
     """Holds the requests in flight. Not thread-safe; one per event loop or LLM.
 
     Kinds of output: "delta" what is new since the last one; "cumulative" everything so far;
-    "final" nothing until all n completions ended.
+    "final" nothing until all n completions ended. Of a completion that runs, "delta" and
+    "cumulative" give the first token at once, and then `stream_interval` tokens at a time.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1) -> None:
+        self._interval = stream_interval
         self._tk = None if tokenizer is None else tokenizer.tk
         self._table = None if self._tk is None else token_bytes(self._tk)
         self._texts = TokenTexts(self._tk)
@@ -90,7 +92,8 @@ class OutputProcessor:
             news[completion.index] = completion
         results = []
         for request_id, news in touched.items():
-            result = self._emit(self._requests[request_id], list(news.values()), now)
+            due = [c for c in news.values() if c.is_due(self._interval)]
+            result = self._emit(self._requests[request_id], due, now) if due else None
             if result is not None:
                 results.append(result)
         return results, abort

@@ -32,6 +32,7 @@ class Completion:
     logprobs: list[PositionLogprobs] | None = None
     cumulative_logprob: float | None = None
     num_tokens: int = 0
+    num_taken: int = 0  # of these, by the last `take`
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -76,8 +77,15 @@ class Completion:
         elif reason in ("stop", "length"):
             self.finish_reason, self.stop_reason = "stop", matched
 
+    def is_due(self, interval: int) -> bool:
+        """Is it time to show the news: nothing was shown yet, it ended, or so many tokens came?"""
+        if self.finish_reason is not None or self.num_taken == 0:
+            return True
+        return self.num_tokens - self.num_taken >= interval
+
     def take(self, *, keep: bool) -> CompletionOutput:
         """The news, or with `keep` everything so far (the lists are copies)."""
+        self.num_taken = self.num_tokens
         output = CompletionOutput(
             self.index,
             "".join(self.text),

@@ -41,6 +41,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None,),
     "repetition_detection": (None,),
     "mm_processor_kwargs": (None, {}),
+    "vllm_xargs": (None, {}),  # arguments of plugins, which there are not
 }
 
 _SAMPLING = (

@@ -114,6 +114,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     # known, not supported
     (C, {"suffix": "end"}, "suffix"),
     (C, {"best_of": 3}, "best_of"),
+    (C, {"vllm_xargs": {"plugin": 1}}, "vllm_xargs"),
     (C, {"use_beam_search": True}, "use_beam_search"),
     (CC, {"chat_template": "x"}, "chat_template"),
     (CC, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
@@ -162,6 +163,7 @@ def test_wrong_places(server: Server) -> None:
 
 def test_unknown_fields_and_harmless_values_are_accepted(server: Server) -> None:
     fields = {"flavour": "sweet", "suffix": None, "best_of": 1, "response_format": {"type": "text"}}
+    fields["vllm_xargs"] = {}
     assert call(server.url, C, _body(C, fields))[0] == 200
     fields = {"structured_outputs": {}, "guided_json": None, "cache_salt": "x", "priority": -5}
     assert call(server.url, C, _body(C, fields))[0] == 200

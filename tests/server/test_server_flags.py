@@ -23,10 +23,20 @@ USER = [{"role": "user", "content": "hi"}]
 def up() -> Iterator[Server]:
     flags = ["--enable-force-include-usage", "--sse-keep-alive-interval", "0.1"]
     flags += ["--enable-tokenizer-info-endpoint", "--disable-fastapi-docs"]
+    flags += ["--stream-interval", "2"]
     flags += ["--override-generation-config", '{"temperature": 0, "max_new_tokens": 3}']
     with running(*flags, step=0.35) as server:
         yield server
         assert alive(server.url)
+
+
+def parts_of(up: Server, path: str, body: dict[str, Any]) -> list[str]:
+    """A stream's events and comments."""
+    connection = http.client.HTTPConnection("127.0.0.1", up.port, timeout=60)
+    connection.request("POST", path, json.dumps({**body, "stream": True}))
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return text.removesuffix("\n\n").split("\n\n")
 
 
 @pytest.mark.parametrize(
@@ -34,17 +44,22 @@ def up() -> Iterator[Server]:
 )
 def test_usage_and_comments(up: Server, path: str, body: dict[str, Any]) -> None:
     """Comments stand between events, before the first one too; what is sent is the same."""
-    connection = http.client.HTTPConnection("127.0.0.1", up.port, timeout=60)
-    connection.request("POST", path, json.dumps({**body, "stream": True}))
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    parts = text.removesuffix("\n\n").split("\n\n")
+    parts = parts_of(up, path, body)
     assert parts[0] == ": keep-alive" and parts.count(": keep-alive") >= 4
     assert parts[-1] == "data: [DONE]"
     data = [json.loads(p[6:]) for p in parts if p.startswith("data: {")]
     assert data[-1]["usage"]["completion_tokens"] == 3 and data[-1]["choices"] == []
     assert len(parts) == len(data) + parts.count(": keep-alive") + 1
+
+
+def test_chunks_of_several_tokens(up: Server) -> None:
+    """The first token alone, then two at a time, then the rest."""
+    body = {"prompt": "hi", "max_tokens": 4, "return_token_ids": True}
+    data = [json.loads(p[6:]) for p in parts_of(up, C, body) if p.startswith("data: {")]
+    ids = [choice["token_ids"] for chunk in data for choice in chunk["choices"]]
+    assert [len(one) for one in ids if one] == [1, 2, 1]
+    (whole,) = call(up.url, C, body)[1]["choices"]
+    assert [token for one in ids for token in one] == whole["token_ids"]
 
 
 def test_errors_keep_their_status(up: Server) -> None:

@@ -72,5 +72,11 @@ def test_minus_one_is_not_set() -> None:
     assert ModelConfig(max_model_len=8).max_model_len == 8
 
 
+def test_the_only_logprobs_mode() -> None:
+    assert EngineConfig.of(logprobs_mode="raw_logprobs") == EngineConfig()
+    with pytest.raises(ValueError, match="logprobs_mode must be raw_logprobs, got raw_logits"):
+        EngineConfig.of(logprobs_mode="raw_logits")
+
+
 def test_a_benchs_engine() -> None:
     assert engine_settings([LEN, "2k"]) == {"max_model_len": 2000}

@@ -57,6 +57,41 @@ def test_kinds_agree() -> None:
     assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
 
 
+@pytest.mark.parametrize("kind", ["delta", "cumulative", "final"])
+def test_stream_interval(kind: str) -> None:
+    """The first token at once, then three at a time, the rest with the end; nothing is lost."""
+    ids = _ids("abcdefghi")
+    processor = OutputProcessor(TOY, 3)  # type: ignore[arg-type]
+    _add(processor, kind, max_tokens=99, logprobs=0)
+    sizes, seen = [], []
+    for at, token in enumerate(ids):
+        scores = [TokenLogprobs([token], [-1.0], 1)]
+        finish = "length" if at == len(ids) - 1 else None
+        step = EngineOutput("r", [token], logprobs=scores, finish_reason=finish)
+        for result in processor.process([step])[0]:
+            (one,) = result.outputs
+            assert one.logprobs is not None and len(one.logprobs) == len(one.token_ids)
+            sizes.append(len(one.token_ids))
+            seen.append(one.text)
+    want = {"delta": [1, 3, 3, 2], "cumulative": [1, 4, 7, 9], "final": [9]}[kind]
+    assert sizes == want
+    assert ("".join(seen) if kind == "delta" else seen[-1]) == "abcdefghi"
+
+
+def test_stream_interval_of_each_completion() -> None:
+    """Of n = 2: one that ends is shown at once with what it held back; so is an aborted one."""
+    processor = OutputProcessor(TOY, 10)  # type: ignore[arg-type]
+    done = _add(processor, "delta", max_tokens=99, n=2)
+    first, second = (r.request_id for r in done.requests)
+    assert len(processor.process([_out(first, "a"), _out(second, "A")])[0][0].outputs) == 2
+    assert processor.process([_out(first, "b"), _out(second, "B")])[0] == []
+    ((news,), _) = processor.process([_out(first, "c", "length"), _out(second, "C")])
+    assert [(c.index, c.text) for c in news.outputs] == [(0, "bc")] and not news.finished
+    last = processor.abort("r")
+    assert last is not None and last.finished
+    assert [(c.index, c.text, c.finish_reason) for c in last.outputs] == [(1, "BC", "abort")]
+
+
 def test_n_is_put_together(processor: OutputProcessor) -> None:
     _add(processor, "final", n=3)
     results, _ = processor.process([_out("1_r", "b", "length"), _out("0_r", "a")])
