@@ -37,17 +37,21 @@ def random_prompts(core: EngineCore, count: int, length: int, seed: int) -> list
     return [rng.integers(0, vocab, length).tolist() for _ in range(count)]
 
 
-def run_batch(core: EngineCore, prompts: Sequence[list[int]], output_len: int) -> BatchRun:
+def run_batch(
+    core: EngineCore, prompts: Sequence[list[int]], output_len: int | Sequence[int]
+) -> BatchRun:
     """All prompts at once, greedy, ignore_eos, from an engine with an empty prefix cache.
+    `output_len`: tokens of every output, or of each.
 
     Raises RuntimeError when a request fails.
     """
     core.scheduler.reset_prefix_cache()
     stats = core.stats()
     steps_before, host_before = stats.num_steps, stats.host_seconds
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    lengths = [output_len] * len(prompts) if isinstance(output_len, int) else output_len
     began = time.perf_counter()
-    for i, prompt in enumerate(prompts):
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
         core.add_request(
             EngineRequest(
                 request_id=str(i), prompt_token_ids=prompt, params=params, arrival_time=0.0

@@ -24,6 +24,7 @@ import aiohttp
 import numpy as np
 
 from jaxengine.bench import machine, results, summary
+from jaxengine.bench.acceptance import acceptance, acceptance_lines, read_drafts
 from jaxengine.bench.client import ENDPOINTS, Api, Trace, body_of, send
 from jaxengine.bench.datasets import BenchRequest
 from jaxengine.bench.flags import add_output, new_parser, not_negative, positive
@@ -41,13 +42,14 @@ def main(argv: list[str]) -> int:
     count = token_counter(args.tokenizer)
     requests = make_requests(args, count)
     with _address(args, requests) as url:
-        traces, seconds = asyncio.run(_drive(url, args, requests, count))
+        traces, seconds, drafts = asyncio.run(_drive(url, args, requests, count))
     figures = summary.summarize(traces, seconds, percentiles=percentiles, limits=limits)
+    figures |= drafts
     figures["token_counts"] = dict(collections.Counter(t.counted for t in traces if not t.error))
     if args.max_concurrency is None and traces:
         late = [max(0.0, t.started - t.due) for t in traces]
         figures["client_late_p99_ms"] = 1e3 * float(np.percentile(late, 99))
-    for line in summary.table(figures, shown):
+    for line in summary.table(figures, shown) + acceptance_lines(figures):
         print(line)
     _save(args, figures, traces)
     return 0 if not figures["failed"] else 1
@@ -144,7 +146,8 @@ async def _drive(
     args: argparse.Namespace,
     requests: list[BenchRequest],
     count: Callable[[str], int] | None,
-) -> tuple[list[Trace], float]:
+) -> tuple[list[Trace], float, dict[str, Any]]:
+    """Traces, seconds, and the figures of speculative decoding where the server has some."""
     url = url.rstrip("/").removesuffix("/v1")  # as other tools want it
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     headers |= _headers(args.header)
@@ -165,9 +168,11 @@ async def _drive(
         api = _api(args, url, model, count)
         for request in requests[: args.num_warmups]:
             await send(session, api, body_of(api, request, args.seed), Trace(request.prompt_len))
-        return await run_load(
+        before = await read_drafts(session, url)
+        traces, seconds = await run_load(
             session, api, requests, max_concurrency=args.max_concurrency, seed=args.seed
         )
+        return traces, seconds, acceptance(before, await read_drafts(session, url))
 
 
 def _api(args: argparse.Namespace, url: str, model: str, count: Callable[[str], int] | None) -> Api:

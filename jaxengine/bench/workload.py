@@ -1,4 +1,4 @@
-"""The flags that say which requests arrive when, and the requests."""
+"""The flags that say which requests there are and when they arrive, and the requests."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from jaxengine.bench.prompts import (
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "trace")
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """--dataset-name and what belongs to it, --num-prompts, --request-rate, --seed."""
+def add_dataset(parser: argparse.ArgumentParser, *, short: bool = False) -> None:
+    """--dataset-name and what belongs to it, --seed. With `short`, --random-input-len is also
+    --input-len, and the output's alike."""
     add = parser.add_argument_group("data set").add_argument
     add("--dataset-name", choices=DATASETS, default="random", help="where prompts are from")
     add("--dataset-path", default=None, help="file of sharegpt, custom (JSON lines) or trace")
-    add("--num-prompts", type=positive, default=None, help="default: 100, of a trace all")
     add("--seed", type=not_negative, default=0, help="of prompts and arrivals")
-    add("--random-input-len", type=positive, default=128, help="tokens")
-    add("--random-output-len", type=positive, default=64, help="tokens")
+    for what, tokens in (("input", 128), ("output", 64)):
+        names = [f"--random-{what}-len", *([f"--{what}-len"] if short else [])]
+        add(*names, type=positive, default=tokens, help="tokens")
     add("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share")
     add("--random-prefix-len", type=not_negative, default=0, help="tokens that all share, before")
     add("--prefix-repetition-prefix-len", type=positive, default=256, help="tokens")
@@ -37,6 +38,13 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     add("--prefix-repetition-output-len", type=positive, default=128, help="tokens")
     add("--sharegpt-output-len", type=positive, default=None, help="default: of the answer")
     add("--custom-output-len", type=positive, default=256, help="where a line has none")
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """The data set, --num-prompts, --request-rate and the other arrivals."""
+    add_dataset(parser)
+    add = parser.add_argument_group("arrivals").add_argument
+    add("--num-prompts", type=positive, default=None, help="default: 100, of a trace all")
     add = parser.add_argument_group("arrivals").add_argument
     add("--request-rate", type=above_zero, default=math.inf, help="a second; inf = all at once")
     add("--burstiness", type=above_zero, default=1.0, help="1 = Poisson, below burstier (gamma)")
@@ -52,19 +60,29 @@ def make_requests(
 ) -> list[BenchRequest]:
     """The requests with their arrivals. `count` gives the tokens of a text; sharegpt and custom
     need it. Raises ValueError naming the flag or file."""
-    name, num, seed = args.dataset_name, args.num_prompts or 100, args.seed
-    if name in ("sharegpt", "custom", "trace") and args.dataset_path is None:
-        raise ValueError(f"--dataset-name {name} needs --dataset-path")
-    if name == "trace":
-        requests = load_trace(args.dataset_path)[: args.num_prompts]
+    if args.dataset_name == "trace":
+        requests = dataset_requests(args, args.num_prompts, count, args.seed)
         if args.ramp_up_strategy is not None or not math.isinf(args.request_rate):
             free = [dataclasses.replace(r, session=None) for r in requests]
             return with_arrivals(free, _times(args, len(free)))
         return with_arrivals(requests, [r.arrival / args.trace_speed for r in requests])
-    if name in ("sharegpt", "custom") and count is None:
-        raise ValueError(f"--dataset-name {name} needs --tokenizer, which counts its tokens")
+    num = args.num_prompts or 100
+    return with_arrivals(dataset_requests(args, num, count, args.seed), _times(args, num))
+
+
+def dataset_requests(
+    args: argparse.Namespace, num: int | None, count: Callable[[str], int] | None, seed: int
+) -> list[BenchRequest]:
+    """`num` requests of the data set (of a trace at most so many, None is all), those of a trace
+    at its times and all others at 0. Raises ValueError naming the flag or file."""
+    name = args.dataset_name
+    if name in ("sharegpt", "custom", "trace") and args.dataset_path is None:
+        raise ValueError(f"--dataset-name {name} needs --dataset-path")
+    if name == "trace":
+        return load_trace(args.dataset_path)[:num]
+    assert num is not None
     if name == "random":
-        requests = random_requests(
+        return random_requests(
             num,
             args.random_input_len,
             args.random_output_len,
@@ -72,8 +90,8 @@ def make_requests(
             prefix_len=args.random_prefix_len,
             seed=seed,
         )
-    elif name == "prefix_repetition":
-        requests = prefix_repetition(
+    if name == "prefix_repetition":
+        return prefix_repetition(
             num,
             args.prefix_repetition_prefix_len,
             args.prefix_repetition_suffix_len,
@@ -81,12 +99,11 @@ def make_requests(
             args.prefix_repetition_output_len,
             seed=seed,
         )
-    else:
-        assert count is not None
-        read = sharegpt_requests if name == "sharegpt" else custom_requests
-        output = args.sharegpt_output_len if name == "sharegpt" else args.custom_output_len
-        requests = read(args.dataset_path, num, count, output_len=output, seed=seed)
-    return with_arrivals(requests, _times(args, num))
+    if count is None:
+        raise ValueError(f"--dataset-name {name} needs --tokenizer, which counts its tokens")
+    read = sharegpt_requests if name == "sharegpt" else custom_requests
+    output = args.sharegpt_output_len if name == "sharegpt" else args.custom_output_len
+    return read(args.dataset_path, num, count, output_len=output, seed=seed)
 
 
 def _times(args: argparse.Namespace, num: int) -> list[float]:

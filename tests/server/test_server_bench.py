@@ -38,10 +38,16 @@ class Peer:
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.usage = True
+        self.metrics: list[str] = []  # the answers of /metrics, the last one again and again
         self.url = ""
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "peer"}]})
+
+    async def counters(self, request: web.Request) -> web.Response:
+        if not self.metrics:
+            return web.Response(status=404)
+        return web.Response(text=self.metrics.pop(0) if self.asked else self.metrics[0])
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -79,6 +85,7 @@ def peer() -> Iterator[Peer]:
     async def start() -> web.AppRunner:
         app = web.Application()
         app.router.add_get("/v1/models", other.models)
+        app.router.add_get("/metrics", other.counters)
         app.router.add_post("/v1/completions", other.answer)
         app.router.add_post("/v1/chat/completions", other.answer)
         runner = web.AppRunner(app)
@@ -164,6 +171,26 @@ def test_other_server_gets_standard_fields_only(peer: Peer, tmp_path: pathlib.Pa
     assert len(peer.asked[0]["prompt"]) == 128 and peer.asked[0]["model"] == "peer"
     assert set(peer.keys) == {"Bearer k"}
     assert serve.main([*argv, "--ignore-eos"]) == 1  # asked for, and refused by this server
+
+
+def test_speculation_of_another_server(
+    peer: Peer, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As vLLM's server counts it; the counters come after the tokens."""
+    page = 'vllm:spec_decode_num_{}_total{{engine="0",model_name="m"}} {}\n'
+
+    def counters(drafts: int, tokens: int, accepted: int) -> str:
+        names = {"drafts": drafts, "draft_tokens": tokens, "accepted_tokens": accepted}
+        return "".join(page.format(*item) for item in names.items())
+
+    late, done = counters(104, 208, 55), counters(110, 220, 65)
+    peer.metrics = [counters(100, 200, 50), late, done, done, done]
+    argv = ["--base-url", peer.url, "--num-prompts", "1"]
+    figures = run(argv, tmp_path / "figures.json")
+    assert figures["spec_decode_acceptance_rate"] == 75.0
+    assert figures["spec_decode_acceptance_length"] == 2.5
+    assert figures["spec_decode_per_position_acceptance_rates"] == []
+    assert "75.0 % of 20 drafted tokens accepted, 2.50 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])

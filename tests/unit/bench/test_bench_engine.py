@@ -74,6 +74,12 @@ def test_batch_figures() -> None:
     assert 0 < done.first <= done.seconds and 0 <= done.decode_seconds < done.seconds
 
 
+def test_batch_of_several_lengths() -> None:
+    core = FakeCore()
+    run_batch(core, [[1, 2], [3]], [4, 7])  # type: ignore[arg-type]
+    assert [r.params.max_tokens for r in core.requests] == [4, 7]
+
+
 def test_batch_tells_of_an_error() -> None:
     core = FakeCore()
     failed = EngineOutput(request_id="0", new_token_ids=[], error="broken")
@@ -114,6 +120,8 @@ def test_throughput_and_latency(tmp_path: pathlib.Path) -> None:
     assert [row["requests"] for row in content["rows"]] == [1, 2]
     assert content["settings"]["warmup"] == "lazy" and content["prefill"]["tokens_per_s"] > 0
     assert flatten(content)["requests=2/tokens_per_s"] == content["rows"][1]["tokens_per_s"]
+    assert content["rows"][1]["input_len"] == 8 and content["rows"][1]["output_len"] == 4
+    assert flatten(content)["requests=2/requests_per_s"] > 0
     few = ["--batch-size", "2", "--num-iters", "3", "--num-iters-warmup", "1"]
     content = run("latency", [*SMALL, *sizes, *few, "--max-model-len", "64"], tmp_path)
     assert len(content["latencies"]) == 3
