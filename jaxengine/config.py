@@ -204,10 +204,10 @@ class FaultConfig:
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    warmup: Literal["auto", "full", "background", "first", "lazy"] = "auto"
+    warmup: Literal["auto", "full", "background", "first", "greedy", "lazy"] = "auto"
     """full: compile every bucket before serving; background: serve at once and compile beside;
-    first: what one short prompt needs; lazy: compile on first use; auto: background on CPU, full
-    on GPU."""
+    first: what one short prompt needs; greedy: the same at temperature 0; lazy: compile on first
+    use; auto: background on CPU, full on GPU."""
     attention_backend: Literal["auto", "mosaic", "xla"] = "auto"
     """mosaic: the Pallas kernels for Hopper, or an error; xla: never; auto: the kernels where the
     device and the model's shapes allow, else XLA with one log line that says why."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from jaxengine.sched.batch import GREEDY_BELOW
+
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Exactly one of these fields is set; see `jaxengine.structured`."""
@@ -77,4 +79,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < 1e-5
+        return self.temperature < GREEDY_BELOW

@@ -37,6 +37,7 @@ SAMPLING_INTS = (
     "min_tokens",
     "flags",
 )
+GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 SAMPLING_COLUMNS = SAMPLING_FLOATS + SAMPLING_INTS
 COLUMN = {name: i for i, name in enumerate(SAMPLING_COLUMNS)}
 
@@ -208,6 +209,18 @@ def pack_rows(plan: StepPlan, num_rows: int, sampling: NDArray[np.int32], num_sl
     record[:rows] = sampling[plan.slots]
     view(blob, layout, "min_active")[:rows] = plan.num_output < record[:rows, COLUMN["min_tokens"]]
     return blob
+
+
+def takes_the_best(rows_blob: Int32, num_rows: int) -> bool:
+    """Every row that samples is greedy, and nothing but a grammar changes its logits. The blob is
+    that of samplers of `num_rows`, of any number of shards."""
+    layout = rows_layout(num_rows)
+    for blob in rows_blob.reshape(-1, layout.size):
+        record = view(blob, layout, "sampling")[view(blob, layout, "samples") > 0]
+        temperature = record[:, COLUMN["temperature"]].view(np.float32)
+        if record[:, COLUMN["flags"]].any() or (temperature >= GREEDY_BELOW).any():
+            return False
+    return True
 
 
 def pack_empty(bucket: Bucket, shape: BatchShape, num_slots: int) -> Int32:

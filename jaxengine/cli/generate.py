@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Literal
 
 from jaxengine.cli.preflight import preflight
 from jaxengine.config import EngineConfig
@@ -29,7 +30,8 @@ def run_generate(config: EngineConfig, prompt: str, max_tokens: int, temperature
     if level == "info":  # the answer matters here, not the engine's log
         config = replace(config, server=replace(config.server, log_level="warning"))
     if config.runner.warmup == "auto":  # programs for other requests would only take its time
-        config = replace(config, runner=replace(config.runner, warmup="first"))
+        first: Literal["greedy", "first"] = "greedy" if params.greedy else "first"
+        config = replace(config, runner=replace(config.runner, warmup=first))
     setup_logging(config.server.log_level)
     return asyncio.run(_generate(config, prompt, params))
 

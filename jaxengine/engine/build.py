@@ -19,6 +19,7 @@ from jaxengine.engine.cache_counts import CacheCounts
 from jaxengine.engine.divide import cache_spec, divide, expert_tables, place_experts
 from jaxengine.engine.dp.coupling import member_of
 from jaxengine.engine.kv_room import CPU_KV_BYTES, kv_room, weight_bytes
+from jaxengine.executor.choice import ON_DEMAND
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.nodes import join_nodes, over_processes
 from jaxengine.executor.shards import equal_pools
@@ -149,7 +150,7 @@ def build(config: EngineConfig) -> Built:
     )
     warmup = _warmup(config.runner.warmup)
     if warmup != "lazy":
-        programs.start(first_keys(buckets, sizes), urgent=True)
+        programs.start(first_keys(buckets, sizes, warmup == "greedy"), urgent=True)
 
     def place(path: tuple[str | int, ...], array: np.ndarray[Any, Any]) -> jax.Array:
         """A leaf to its devices, each getting only its part."""
@@ -184,7 +185,7 @@ def build(config: EngineConfig) -> Built:
         loaded = time.monotonic()
         runner = ModelRunner(params, state, programs, buckets, load, devices, drafter)
         executor = InlineExecutor(runner, sizes, overlap)
-        if warmup not in ("lazy", "first"):
+        if warmup not in ON_DEMAND:
             # Not earlier: tracing is Python, and would hold up the loader's threads.
             programs.start(
                 warmup_keys(buckets, sizes, in_halves(buckets, overlap)), urgent=warmup == "full"

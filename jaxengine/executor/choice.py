@@ -6,11 +6,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from jaxengine.executor.base import Batch
 from jaxengine.runner.buckets import Overlap, choose
-from jaxengine.sched.batch import Bucket
+from jaxengine.sched.batch import Bucket, takes_the_best
 from jaxengine.sched.verify_batch import verify_bucket
 
 ProgramKey = tuple[str, Bucket | int]  # kind and size, as `runner.programs.Key`
+
+
+ON_DEMAND = ("lazy", "first", "greedy")  # values of `warmup` that leave the rest for later
+
+
+def sampler_of(batch: Batch, ready: Callable[[ProgramKey], bool]) -> ProgramKey:
+    """The sampler of a step without drafts. A greedy step need not wait for the whole one: argmax
+    alone is compiled in a sixth of the time, and gives the same tokens."""
+    whole, size = ("sample", batch.sampler_rows), batch.sampler_rows
+    if ready(whole) or not takes_the_best(batch.rows_blob, size):
+        return whole
+    return "greedy", size
 
 
 class VerifyChooser:
@@ -24,7 +37,7 @@ class VerifyChooser:
     ) -> None:
         """`shapes` are (rows, drafts). `ready(("verify", bucket))`: all that a step of the bucket
         runs is compiled; not asked when `warmup` is lazy."""
-        self._lazy = warmup in ("lazy", "first")
+        self._lazy = warmup in ON_DEMAND
         self._ready = ready
         buckets = (verify_bucket(*shape) for shape in shapes)
         self._buckets = sorted(buckets, key=lambda b: (b.tokens, b.rows))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxengine.executor.base import Batch
-from jaxengine.executor.choice import ProgramKey, ShapeChooser, VerifyChooser
+from jaxengine.executor.choice import ON_DEMAND, ProgramKey, ShapeChooser, VerifyChooser
 from jaxengine.executor.nodes import LeadingRunner
 from jaxengine.parallel import expert_load
 from jaxengine.runner.buckets import Overlap
@@ -63,7 +63,7 @@ class InlineExecutor:
         programs = self._runner.programs
         programs.lookup = Lookup(*lookup)
         self._verify_chooser = VerifyChooser(shapes, warmup, self.ready)
-        if warmup not in ("lazy", "first"):
+        if warmup not in ON_DEMAND:
             full = warmup == "full" or (warmup == "auto" and jax.default_backend() != "cpu")
             # Notes first: they are taken after the first step already.
             steps: list[ProgramKey] = [("forward", b) for b in self._runner.buckets]
@@ -139,6 +139,6 @@ def _with_drafter(key: ProgramKey, drafter: Drafter | None) -> list[Key]:
     keys = [Key(*key)]  # type: ignore[arg-type]
     if drafter is not None and kind == "forward" and drafter.layers is not None:
         keys.append(Key("follow", size))
-    if drafter is not None and kind == "sample" and drafter.remembers:
+    if drafter is not None and kind in ("sample", "greedy") and drafter.remembers:
         keys.append(Key("remember", size))
     return keys

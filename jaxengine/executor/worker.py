@@ -228,7 +228,9 @@ class WorkerExecutor:
         self.check()
         fault = self._planned("step")
         step = self._number()
-        self._steps_cold[step] = cold or not self._ready_programs.issuperset(keys_of(batch))
+        self._steps_cold[step] = cold or not all(
+            map(self._is_ready, keys_of(batch, self._is_ready))
+        )
         self._process.send(Submit(step, WireBatch.of(batch), fault))
         return step
 

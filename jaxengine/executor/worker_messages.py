@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from jaxengine.config import EngineConfig
 from jaxengine.engine.fault.inject import Fault
 from jaxengine.executor.base import Batch
-from jaxengine.executor.choice import ProgramKey
+from jaxengine.executor.choice import ProgramKey, sampler_of
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.offload.jobs import Done, OffloadStep
 from jaxengine.offload.layout import KVLayout
@@ -301,11 +301,11 @@ class Channel[Received]:
         return buffer
 
 
-def keys_of(batch: Batch) -> Sequence[ProgramKey]:
-    """The programs that a batch runs, as `Programs` names them."""
+def keys_of(batch: Batch, ready: Callable[[ProgramKey], bool]) -> Sequence[ProgramKey]:
+    """The programs that a batch runs, as `Programs` names them, and `ready` knows them."""
     keys: list[ProgramKey] = [("verify", batch.bucket)]
     if not batch.bucket.drafts:
-        keys = [("forward", batch.bucket), ("sample", batch.sampler_rows)]
+        keys = [("forward", batch.bucket), sampler_of(batch, ready)]
     if batch.seeds:
         keys.append(("seed", 0))
     if batch.prompt_rows:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxengine.executor.base import Batch
+from jaxengine.executor.choice import sampler_of
 from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.draft_runner import DraftRunner
@@ -68,6 +69,7 @@ class ModelRunner:
         self._transfers: list[DeviceTransfer] = []  # by shard
         self._shardings: Any = None  # of the parameters, while they sleep in host memory
         self._drafts = DraftRunner(programs, drafter, params, self._devices)
+        self._is_one_of_many = jax.process_count() > 1
         self._all_legal: dict[int, Array] = {}  # masks by sampler rows, for steps without grammars
 
     def submit(self, batch: Batch) -> Handle:
@@ -119,12 +121,17 @@ class ModelRunner:
             )
             self._drafts.accepted(batch, handle.hidden, handle.rows)
         else:
-            program = self.programs.get(Key("sample", batch.sampler_rows))
+            program = self.programs.get(self._sampler(batch))
             slots, handle.rows = program(self._head, slots, handle.hidden, batch.rows_blob, mask)
             self._drafts.sampled(batch, slots, handle.hidden, handle.tokens)
         handle.tokens = None
         self._state = DeviceState(kv, slots)
         handle.rows.copy_to_host_async()
+
+    def _sampler(self, batch: Batch) -> Key:
+        if self._is_one_of_many:  # what is ready here may not be elsewhere
+            return Key("sample", batch.sampler_rows)
+        return Key(*sampler_of(batch, lambda key: self.programs.ready(Key(*key))))  # type: ignore[arg-type]
 
     def _no_mask(self, rows: int) -> Array:
         if rows not in self._all_legal:

@@ -46,15 +46,16 @@ log = logging.getLogger(__name__)
 
 
 Kind = Literal[
-    "forward", "sample", "score", "pool", "seed",
+    "forward", "sample", "greedy", "score", "pool", "seed",
     "lookup", "draft", "verify", "accept", "follow", "remember",
 ]  # fmt: skip
 
 
 class Key(NamedTuple):
-    """Names a program: the forward of a bucket, the sampler of so many rows, the prompt scorer of
-    so many tokens and their pooling, the slot writer; with drafts what a bucket's step consists
-    of, and what the drafter does behind every step (`speculate.drafter`)."""
+    """Names a program: the forward of a bucket, the sampler of so many rows and that of greedy
+    ones, the prompt scorer of so many tokens and their pooling, the slot writer; with drafts what
+    a bucket's step consists of, and what the drafter does behind every step
+    (`speculate.drafter`)."""
 
     kind: Kind
     size: Bucket | int = 0
@@ -306,10 +307,12 @@ class Programs:
                 run_pool, (hidden, _ints(shards * size)), (data, data), devices.fetch
             )
 
+        greedy = key.kind == "greedy"
+
         def run_sample(
             params: Params, slots: SlotState, hidden: Array, blob: Array, mask: Array
         ) -> tuple[SlotState, Array]:
-            slots, rows = sample_rows(config, size, params, slots, hidden, blob, mask)
+            slots, rows = sample_rows(config, size, params, slots, hidden, blob, mask, greedy)
             return slots, devices.fetched(rows)
 
         mask = _ints(shards * size, -(-config.spec.vocab_size // 32))

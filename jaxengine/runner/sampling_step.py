@@ -33,9 +33,10 @@ def sample_rows(
     hidden: Float[Array, "S D"],
     blob: Int[Array, "B"],
     mask: Int[Array, "S V32"],
+    greedy_only: bool = False,
 ) -> tuple[SlotState, Int[Array, "S X"]]:
     """Sample the packed rows. `slots` is donated; `mask` has a bit for every legal token, and is
-    read only when the blob says that some row has a grammar.
+    read only when the blob says that some row has a grammar. `greedy_only`: see `sample`.
 
     Output row: token id (-1: none), bad flag, rank, K+1 ids, K+1 log-probability bits.
     """
@@ -43,7 +44,7 @@ def sample_rows(
     logits = head(config.spec, params, config.final(hidden), config.layout)
     inputs = sampling_inputs(part, slots)
     inputs = inputs._replace(grammar=mask, use_grammar=part["use_grammar"][0] > 0)
-    out = sample(logits, inputs, config.num_logprobs)
+    out = sample(logits, inputs, config.num_logprobs, greedy_only=greedy_only)
     rows = jnp.concatenate(
         [
             out.token_ids[:, None],

@@ -8,11 +8,12 @@ from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
 
 
-def first_keys(buckets: list[Bucket], row_sizes: Sequence[int]) -> list[Key]:
+def first_keys(buckets: list[Bucket], row_sizes: Sequence[int], greedy: bool = False) -> list[Key]:
     """What a first short prompt and its decode need."""
     decode = next(b for b in buckets if b.decode_only)
     mixed = next(b for b in buckets if not b.decode_only)
-    return [Key("forward", mixed), Key("sample", row_sizes[0]), Key("forward", decode)]
+    sampler = Key("greedy" if greedy else "sample", row_sizes[0])
+    return [Key("forward", mixed), sampler, Key("forward", decode)]
 
 
 def warmup_keys(

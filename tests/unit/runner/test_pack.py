@@ -17,6 +17,10 @@ from jaxengine.sampling import inputs
 from jaxengine.sched import slot_record
 from jaxengine.sched.batch import (
     COLUMN,
+    HAS_ALLOW,
+    HAS_BAD_WORDS,
+    HAS_EDITS,
+    HAS_PENALTIES,
     HEADER,
     QUERY_BLOCK,
     SAMPLING_COLUMNS,
@@ -29,6 +33,8 @@ from jaxengine.sched.batch import (
     pack_targets,
     prompt_targets,
     rows_layout,
+    takes_the_best,
+    view,
 )
 from jaxengine.sched.plan import StepPlan
 from jaxengine.sched.slot_record import SlotShape, pack_slot
@@ -228,3 +234,20 @@ def test_planner_and_sampler_number_the_edits_alike() -> None:
     assert set(names) == {"EDIT_NONE", "EDIT_ADD", "EDIT_BAN", "EDIT_MIN_TOKENS"}
     for name in names:
         assert getattr(slot_record, name) == getattr(inputs, name)
+
+
+def test_which_steps_take_the_best_token() -> None:
+    layout = rows_layout(3)
+    blob = np.zeros((2, layout.size), np.int32)  # two shards
+    samples = view(blob[1], layout, "samples")
+    record = view(blob[1], layout, "sampling")
+    record[:, COLUMN["temperature"]] = np.array([0.0, 0.7, 9e-6], np.float32).view(np.int32)
+    record[2, COLUMN["num_logprobs"]] = 3
+    samples[:] = [1, 0, 1]  # who draws does not sample in this step
+    assert takes_the_best(blob.reshape(-1), 3)
+    samples[1] = 1
+    assert not takes_the_best(blob.reshape(-1), 3)
+    samples[1] = 0
+    for flag in (HAS_EDITS, HAS_ALLOW, HAS_BAD_WORDS, HAS_PENALTIES):
+        record[2, COLUMN["flags"]] = flag
+        assert not takes_the_best(blob.reshape(-1), 3)
