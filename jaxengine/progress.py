@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,9 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 _VARIABLE = "JAXENGINE_PROGRESS"
+
+# Its default is a semaphore between processes, which a killed one leaves behind.
+tqdm.set_lock(threading.RLock())
 
 
 def quiet_below(log_level: str) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
-from typing import Literal
 
+from jaxengine import garbage
 from jaxengine.cli.preflight import preflight
 from jaxengine.config import EngineConfig
+from jaxengine.engine.llm import LLM
 from jaxengine.frontend.validation import Limits, check_params
 from jaxengine.progress import quiet_below
 from jaxengine.sampling_params import SamplingParams
+
+SHORT_PROMPT = 160  # bytes, some forty tokens
 
 # What can be said of parameters before the model is known.
 _ANY_MODEL = Limits(max_model_len=2**31 - 1, vocab_size=2**31 - 1)
@@ -29,29 +31,33 @@ def run_generate(config: EngineConfig, prompt: str, max_tokens: int, temperature
     quiet_below(level)
     if level == "info":  # the answer matters here, not the engine's log
         config = replace(config, server=replace(config.server, log_level="warning"))
-    if config.runner.warmup == "auto":  # programs for other requests would only take its time
-        first: Literal["greedy", "first"] = "greedy" if params.greedy else "first"
-        config = replace(config, runner=replace(config.runner, warmup=first))
+    if config.runner.warmup == "auto":
+        config = _for_one_prompt(config, len(prompt.encode()), params.greedy)
     setup_logging(config.server.log_level)
-    return asyncio.run(_generate(config, prompt, params))
+    garbage.pause()
+    return _generate(config, prompt, params)
 
 
-async def _generate(config: EngineConfig, prompt: str, params: SamplingParams) -> int:
-    from jaxengine.engine.async_llm import AsyncLLM, EngineDeadError, EngineStartError
+def _for_one_prompt(config: EngineConfig, size: int, greedy: bool) -> EngineConfig:
+    """Programs for other requests would only take its time. A short prompt goes through the decode
+    program, token by token: sooner done than another program is compiled, or read."""
+    runner = replace(config.runner, warmup="greedy" if greedy else "first")
+    scheduler = config.scheduler
+    asked = scheduler.max_num_batched_tokens or scheduler.max_num_seqs
+    speculates = scheduler.speculative_config is not None
+    if size > SHORT_PROMPT or asked or speculates or not scheduler.enable_chunked_prefill:
+        return replace(config, runner=runner)
+    scheduler = replace(scheduler, max_num_seqs=1, max_num_batched_tokens=1)
+    return replace(config, runner=runner, scheduler=scheduler)
 
-    try:
-        engine = await AsyncLLM.start(config)
-    except EngineStartError as error:
-        raise ValueError(str(error)) from error
-    try:
-        async for output in engine.generate(prompt, params, kind="delta"):
+
+def _generate(config: EngineConfig, prompt: str, params: SamplingParams) -> int:
+    with LLM.from_config(config) as llm:
+        garbage.settle(one_answer=True)
+        for output in llm.stream(prompt, params):
             for completion in output.outputs:
                 print(completion.text, end="", flush=True)
                 if completion.error is not None:
                     raise ValueError(completion.error)
         print()
-    except EngineDeadError as error:
-        raise ValueError(str(error)) from error
-    finally:
-        await engine.shutdown()
     return 0

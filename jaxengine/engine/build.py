@@ -21,7 +21,6 @@ from jaxengine.engine.dp.coupling import member_of
 from jaxengine.engine.kv_room import CPU_KV_BYTES, kv_room, weight_bytes
 from jaxengine.executor.choice import ON_DEMAND
 from jaxengine.executor.inline import InlineExecutor
-from jaxengine.executor.nodes import join_nodes, over_processes
 from jaxengine.executor.shards import equal_pools
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.cache import cache_bytes_per_token
@@ -74,7 +73,10 @@ def build(config: EngineConfig) -> Built:
     """
     started = time.monotonic()
     _offer_cpu_devices(config.parallel)
-    join_nodes(config.parallel)
+    if config.parallel.nnodes != 1:
+        from jaxengine.executor.nodes import join_nodes
+
+        join_nodes(config.parallel)
     _use_compilation_cache(config.runner.compilation_cache_dir)
     counts = CacheCounts()
     files = resolve_model(config.model.model, config.model.revision, config.model.download_dir)
@@ -150,7 +152,13 @@ def build(config: EngineConfig) -> Built:
     )
     warmup = _warmup(config.runner.warmup)
     if warmup != "lazy":
-        programs.start(first_keys(buckets, sizes, warmup == "greedy"), urgent=True)
+        first = first_keys(
+            buckets,
+            sizes,
+            greedy=warmup == "greedy",
+            token_by_token=planner.max_num_batched_tokens == 1,
+        )
+        programs.start(first, urgent=True)
 
     def place(path: tuple[str | int, ...], array: np.ndarray[Any, Any]) -> jax.Array:
         """A leaf to its devices, each getting only its part."""
@@ -202,6 +210,8 @@ def build(config: EngineConfig) -> Built:
         programs.shutdown()
         raise
     if config.parallel.nnodes > 1:
+        from jaxengine.executor.nodes import over_processes
+
         executor = InlineExecutor(over_processes(runner, config, devices), sizes, overlap)
     loaded_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     kv_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kv))

@@ -23,12 +23,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.controls import control
-from jaxengine.engine.dp.exchange import Interrupted
-from jaxengine.engine.dp.lockstep import Lockstep, make_lockstep
+from jaxengine.engine.dp.coupling import Interrupted
 from jaxengine.engine.grammars import Grammars
 from jaxengine.engine.messages import (
     EngineOutput,
@@ -38,7 +37,13 @@ from jaxengine.engine.messages import (
 )
 from jaxengine.engine.outcome import NAN_ERROR, Collected, make_request, refusal
 from jaxengine.engine.packer import Packer, pack_step
-from jaxengine.engine.parts import event_publisher, open_built, speculation_of, work_model_of
+from jaxengine.engine.parts import (
+    event_publisher,
+    make_lockstep,
+    open_built,
+    speculation_of,
+    work_model_of,
+)
 from jaxengine.engine.profile import Profiler
 from jaxengine.engine.step_figures import StepFigures
 from jaxengine.engine.transfers import Transfers
@@ -52,6 +57,9 @@ from jaxengine.sched.sharded import ShardedScheduler
 from jaxengine.sched.updates import UpdateBatch
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
 from jaxengine.speculate.driver import WAIT, Speculator, draft_masks
+
+if TYPE_CHECKING:
+    from jaxengine.engine.dp.lockstep import Lockstep
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -23,7 +24,7 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 from jaxengine.frontend.display import llm_html
 from jaxengine.frontend.output_processor import OutputProcessor
-from jaxengine.frontend.outputs import EmbeddingOutput, RequestOutput
+from jaxengine.frontend.outputs import EmbeddingOutput, OutputKind, RequestOutput
 from jaxengine.frontend.pooling import (
     check_pooling,
     embedding_of,
@@ -41,6 +42,7 @@ from jaxengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxengine.frontend.tokenizer import Tokenizer
+    from jaxengine.weights.resolve import ModelFiles
 
 logger = logging.getLogger(__name__)
 
@@ -67,24 +69,31 @@ class LLM:
     def __init__(
         self, model: str = "demo", *, skip_tokenizer_init: bool = False, **settings: Any
     ) -> None:
-        config = EngineConfig.of(model=model, **settings)
+        self._open(EngineConfig.of(model=model, **settings), skip_tokenizer_init)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, skip_tokenizer_init: bool = False) -> LLM:
+        """The same from a config that exists already."""
+        llm = cls.__new__(cls)
+        llm._open(config, skip_tokenizer_init)
+        return llm
+
+    def _open(self, config: EngineConfig, skip_tokenizer_init: bool) -> None:
         if config.data_parallel.data_parallel_size > 1 or config.fault.enable_fault_tolerance:
             raise ValueError(
                 "data_parallel_size and enable_fault_tolerance are for AsyncLLM and serve; an LLM "
                 "is one engine in this process (attention_data_parallel_size uses several devices)"
             )
         from jaxengine import platform
-
-        platform.setup()  # before JAX is imported, which EngineCore's module does
-        from jaxengine.engine.core import EngineCore
         from jaxengine.weights.resolve import resolve_model
 
-        files = resolve_model(model, config.model.revision, config.model.download_dir)
-        tokenizer = None
-        if not skip_tokenizer_init:
-            from jaxengine.frontend.tokenizer import load_tokenizer
-
-            tokenizer = load_tokenizer(files, config.model.tokenizer)
+        model = config.model
+        files = resolve_model(model.model, model.revision, model.download_dir)
+        with ThreadPoolExecutor(1) as pool:  # the tokenizer is read while JAX is imported
+            loading = pool.submit(_load_tokenizer, files, config, skip_tokenizer_init)
+            platform.setup()  # before JAX is imported, which EngineCore's module does
+            from jaxengine.engine.core import EngineCore
+        tokenizer = loading.result()
         defaults = files.generation_config if config.model.generation_config == "auto" else {}
         override = generation_override(config.model.override_generation_config)
         self._init(EngineCore(config), tokenizer, config, {**defaults, **override})
@@ -151,6 +160,17 @@ class LLM:
         ]
         self._count += len(processed)
         return self._run(processed, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput]:
+        """Complete one prompt; outputs hold what is new since the one before, the last one the
+        finish_reason too. Who leaves the loop early ends the request. Otherwise as `generate`."""
+        if self._closed:
+            raise RuntimeError("this LLM is closed")
+        processed = self._inputs.process(str(self._count), prompt, sampling_params)
+        self._count += 1
+        return self._steps([processed], "delta")
 
     def chat(
         self,
@@ -277,33 +297,39 @@ class LLM:
     def _run(self, batch: list[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(batch), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
-        finished = False
+        with bar, closing(self._steps(batch, "final")) as steps:
+            for result in steps:
+                done[result.request_id] = result
+                bar.update()
+        for result in done.values():
+            if result.error is not None:
+                logger.error("request %s failed: %s", result.request_id, result.error)
+        return [done[p.request_id] for p in batch]
+
+    def _steps(self, batch: list[ProcessedRequest], kind: OutputKind) -> Generator[RequestOutput]:
+        """Outputs as they come, until all of the batch ended. One that is left early is aborted."""
+        ended = 0
         try:
-            with bar, _interrupts() as interrupted:
-                for processed in batch:
-                    self._outputs.add(processed, "final")
-                    for request in processed.requests:
-                        self._core.add_request(request)
-                while len(done) < len(batch):
+            for processed in batch:
+                self._outputs.add(processed, kind)
+                for request in processed.requests:
+                    self._core.add_request(request)
+            while ended < len(batch):
+                with _interrupts() as interrupted:
                     outputs = self._core.step()
                     if not outputs and not self._core.has_work():
                         raise RuntimeError(f"the engine lost {len(self._outputs)} requests")
                     results, stopped = self._outputs.process(outputs)
                     if stopped:
                         self._core.abort_requests(stopped)
-                    for result in results:
-                        done[result.request_id] = result
-                        bar.update()
-                    if interrupted:
-                        raise KeyboardInterrupt
-            finished = True
+                if interrupted:
+                    raise KeyboardInterrupt
+                for result in results:
+                    ended += result.finished
+                    yield result
         finally:
-            if not finished:
+            if ended < len(batch):
                 self._abandon(batch)
-        for result in done.values():
-            if result.error is not None:
-                logger.error("request %s failed: %s", result.request_id, result.error)
-        return [done[p.request_id] for p in batch]
 
     def _abandon(self, batch: list[ProcessedRequest]) -> None:
         """Abort what is left of a batch and let the steps in flight end."""
@@ -317,6 +343,14 @@ class LLM:
                 self._core.step()
         except Exception:  # noqa: BLE001 - the error that ended the batch is the one to raise
             logger.exception("the engine could not be emptied after the batch was abandoned")
+
+
+def _load_tokenizer(files: ModelFiles, config: EngineConfig, skip: bool) -> Tokenizer | None:
+    if skip:
+        return None
+    from jaxengine.frontend.tokenizer import load_tokenizer
+
+    return load_tokenizer(files, config.model.tokenizer)
 
 
 def read_template(source: str) -> str:

@@ -179,7 +179,7 @@ def pack_step(
     bucket, rows = choose(
         max((plan.num_tokens for plan in live), default=0),
         max((plan.num_rows for plan in live), default=0),
-        all(plan.num_decode == plan.num_rows for plan in live),
+        all(_one_token_each(plan) for plan in live),
         min(0 if plan is None else plan.num_tokens for plan in plans),
     )
     parts = [
@@ -189,6 +189,15 @@ def pack_step(
         for i, (packer, plan) in enumerate(zip(packers, plans, strict=True))
     ]
     return parts[0] if len(parts) == 1 else _join(packers[0], parts)
+
+
+def _one_token_each(plan: StepPlan) -> bool:
+    """The decode program will do: it has room for the last token of a prompt, but gives no hidden
+    states of prompts."""
+    if plan.num_tokens > plan.num_rows:
+        return False
+    wires = [request.params.wire for request in plan.requests[plan.num_decode :]]
+    return not any(w.params.prompt_logprobs is not None or w.pooling is not None for w in wires)
 
 
 def _join(packer: Packer, parts: list[Batch]) -> Batch:

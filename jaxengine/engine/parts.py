@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from jaxengine import platform
 from jaxengine.config import EngineConfig
 from jaxengine.engine.dp.coupling import member_of
+from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_build import WorkerBuilt, build_worker
 from jaxengine.metrics.work import WorkModel, work_model
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
 
 if TYPE_CHECKING:
     from jaxengine.engine.build import Built
+    from jaxengine.engine.dp.lockstep import Lockstep
     from jaxengine.engine.kv_events import KVEventPublisher
 
 
@@ -53,6 +55,17 @@ def speculation_of(config: EngineConfig) -> SpeculativeConfig | None:
         if clash:
             raise ValueError(f"speculative_config does not work with {name}; leave one of them out")
     return speculation if speculation.num_speculative_tokens else None
+
+
+def make_lockstep(config: EngineConfig, executor: object) -> Lockstep | None:
+    """None for an engine that steps alone, which needs no ZMQ."""
+    member = member_of(config)
+    if member is None:
+        return None
+    from jaxengine.engine.dp.lockstep import Lockstep
+
+    assert isinstance(executor, WorkerExecutor)
+    return Lockstep(member, config, executor)
 
 
 def event_publisher(config: EngineConfig) -> KVEventPublisher | None:

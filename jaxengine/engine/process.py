@@ -4,7 +4,6 @@ until its parent is gone, or until a step fails (and, with fault tolerance, nobo
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import zmq
 
+from jaxengine import garbage
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 from jaxengine.engine.crash_note import note_crash
@@ -89,6 +89,7 @@ class EngineLaunch:
 
 def run_engine(launch: EngineLaunch) -> None:
     """Entry of the child process. Exits 0 after SHUTDOWN or SIGTERM, 1 after a failure."""
+    garbage.pause()
     tie_to_parent(launch.parent_pid, launch.die_with_parent)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
@@ -133,8 +134,7 @@ def run_engine(launch: EngineLaunch) -> None:
         )
         reader.start()
         outbox.send(wire.READY, ready)
-        gc.collect()
-        gc.freeze()  # what lives now lives for ever: full collections need not visit it
+        garbage.settle(one_answer=launch.config.runner.warmup in ("first", "greedy"))
         loop = functools.partial(_busy_loop, core, inbox, outbox, stopping)
         if sentinel:
             sentinel.run(loop)
@@ -171,12 +171,9 @@ def setup_child_logging(config: EngineConfig, name: str) -> None:
 
 
 def _make_core(launch: EngineLaunch) -> Core:
-    from tqdm import tqdm
-
     from jaxengine.platform import setup
 
     setup()
-    tqdm.set_lock(threading.RLock())  # its default is a semaphore between processes, left behind
     module, _, name = launch.core.partition(":")
     config = for_rank(launch.config, launch.index)
     core: Core = getattr(importlib.import_module(module), name)(config)

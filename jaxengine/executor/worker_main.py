@@ -6,7 +6,6 @@ for results. A step that raises makes everything after it void until the engine 
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import queue
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxengine import platform
+from jaxengine import garbage, platform
 from jaxengine.engine.dp.coupling import member_of
 from jaxengine.engine.fault.inject import carry_out
 from jaxengine.executor.parent import tie_to_parent
@@ -64,6 +63,7 @@ def main(file_descriptor: int) -> None:
     tie_to_parent(start.parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):  # the engine decides when this process ends
         signal.signal(number, signal.SIG_IGN)
+    garbage.pause()
     _setup_logging(start)
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
@@ -83,8 +83,7 @@ def main(file_descriptor: int) -> None:
         os._exit(1)
     channel.send(describe(built, member_of(start.config)))
     threading.Thread(target=_beat, args=(channel,), daemon=True).start()
-    gc.collect()
-    gc.freeze()
+    garbage.settle(one_answer=start.config.runner.warmup in ("first", "greedy"))
     _Worker(built, channel).run(inbox)
     os._exit(0)  # device runtimes keep threads that would hold a normal exit back
 

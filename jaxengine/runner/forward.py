@@ -92,7 +92,7 @@ def forward(
         seq_len=part["seq_len"],
         q_start=part["q_start"],
         num_tokens=header["num_tokens"],
-        num_decode=header["num_decode"],
+        num_decode=num_decode(bucket, header),
         items=part.get("items"),
         num_items=header["num_items"],
     )
@@ -104,6 +104,11 @@ def forward(
     sizes = (rows,) if bucket.decode_only else config.row_buckets
     out = {size: picked[:size] for size in sizes}
     return kv, ForwardOutput(out, None if bucket.decode_only else hidden)
+
+
+def num_decode(bucket: Bucket, header: dict[str, Array]) -> Array:
+    """Rows that attend as decode rows do: where every row has one token, a prompt's do too."""
+    return header["num_rows" if bucket.decode_only else "num_decode"]
 
 
 def sections(layout: Layout, blob: Int[Array, "B"]) -> dict[str, Array]:

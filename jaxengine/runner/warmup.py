@@ -8,12 +8,20 @@ from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
 
 
-def first_keys(buckets: list[Bucket], row_sizes: Sequence[int], greedy: bool = False) -> list[Key]:
-    """What a first short prompt and its decode need."""
+def first_keys(
+    buckets: list[Bucket],
+    row_sizes: Sequence[int],
+    *,
+    greedy: bool = False,
+    token_by_token: bool = False,
+) -> list[Key]:
+    """What a first short prompt and its decode need. `token_by_token`: no step has more than one
+    token of a prompt, so that the decode program runs it."""
     decode = next(b for b in buckets if b.decode_only)
     mixed = next(b for b in buckets if not b.decode_only)
     sampler = Key("greedy" if greedy else "sample", row_sizes[0])
-    return [Key("forward", mixed), sampler, Key("forward", decode)]
+    keys = [Key("forward", mixed), sampler, Key("forward", decode)]
+    return keys[1:] if token_by_token else keys
 
 
 def warmup_keys(

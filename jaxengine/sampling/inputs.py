@@ -13,8 +13,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float32, Int32
 
-from jaxengine.sched.batch import GREEDY_BELOW
-
+GREEDY_BELOW = 1e-5  # temperatures under this mean argmax; the planner has the same
 MIN_LOGPROB = -9999.0  # stands for -inf, so that results are always finite (JSON has no -inf)
 
 EDIT_NONE = 0  # padding

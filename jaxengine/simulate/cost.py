@@ -24,7 +24,8 @@ class StepShape:
     @staticmethod
     def of(plan: StepPlan) -> StepShape:
         start, count = plan.start.astype(np.int64), plan.num_new.astype(np.int64)
-        d = plan.num_decode
+        # Where every row has one token, a prompt's run in the decode program too.
+        d = plan.num_rows if plan.num_tokens == plan.num_rows else plan.num_decode
         return StepShape(start[:d] + count[:d], start[d:], count[d:])
 
     @property

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxengine.layers.attention import AttentionPlan
 from jaxengine.models.decoder import KV
 from jaxengine.models.spec import Params
-from jaxengine.runner.forward import StepConfig, sections
+from jaxengine.runner.forward import StepConfig, num_decode, sections
 from jaxengine.runner.state import Counted, SlotState
 from jaxengine.sched.batch import HEADER, Bucket, layout_of, rows_layout
 from jaxengine.sched.verify_batch import verify_layout
@@ -71,7 +71,7 @@ def follow(
         seq_len=part["seq_len"],
         q_start=part["q_start"],
         num_tokens=header["num_tokens"],
-        num_decode=header["num_decode"],
+        num_decode=num_decode(bucket, header),
         items=part.get("items"),
         num_items=header["num_items"],
     )

@@ -7,12 +7,13 @@ well under 0.1 s. The block formats themselves are left to `gguf.dequantize`.
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -136,8 +137,33 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
 
 def gguf_metadata(path: Path) -> dict[str, Any]:
     """All key/value pairs of a GGUF file, arrays as lists. Raises ModelLoadError."""
-    cursor, _, num_keys = _open(path)
-    return _metadata(cursor, num_keys)
+    return dict(_read_header(path).metadata)
+
+
+def forget_headers() -> None:
+    """A header is read once, though the tokenizer, the spec and the loader ask for it; when all
+    have it, its lists of tokens need not stay."""
+    _header.cache_clear()
+
+
+class _Header(NamedTuple):
+    metadata: dict[str, Any]
+    num_tensors: int
+    end: int  # where the tensors' index begins
+
+
+def _read_header(path: Path) -> _Header:
+    try:
+        found = path.stat()
+    except OSError as e:
+        raise ModelLoadError(f"{path} cannot be read as GGUF: {e}") from e
+    return _header(path, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=16)  # files of one model
+def _header(path: Path, size: int, changed: int) -> _Header:
+    cursor, num_tensors, num_keys = _open(path)
+    return _Header(_metadata(cursor, num_keys), num_tensors, cursor.at)
 
 
 def read_gguf(paths: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
@@ -149,14 +175,15 @@ def read_gguf(paths: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, GGUFTe
     metadata: dict[str, Any] = {}
     tensors: dict[str, GGUFTensor] = {}
     for i, path in enumerate(paths):
-        cursor, num_tensors, num_keys = _open(path)
-        part = _metadata(cursor, num_keys)
-        metadata = metadata or part
+        part, num_tensors, end = _read_header(path)
+        metadata = metadata or dict(part)
         splits = int(part.get("split.count", 0)) or len(paths)
         if splits != len(paths) or int(part.get("split.no", i)) != i:
             raise ModelLoadError(
                 f"{path} is one of {splits} parts: name the files NAME-00001-of-..."
             )
+        cursor = _open(path)[0]
+        cursor.at = end
         for tensor in _index(cursor, num_tensors, int(part.get("general.alignment", 32))):
             if tensor.name in tensors:
                 raise ModelLoadError(f"{path} holds tensor {tensor.name} a second time")

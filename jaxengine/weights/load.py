@@ -117,6 +117,7 @@ def load_params(
             array = arrange(name, array, spec, tensor_size, expert_parallel=expert_parallel)
             node[name] = put(array) if place is None else place(load.path, array)
             bar.update()
+    gguf.forget_headers()
     return params
 
 

@@ -1,11 +1,12 @@
-"""The small sampler of greedy steps, taken while the whole one is not compiled."""
+"""Programs that bring a first answer sooner: the small sampler of greedy steps, taken while the
+whole one is not compiled, and prompts that run token by token in the decode program."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from engine_runs import engine, request, run
+from engine_runs import engine, oracle_engine, request, run
 
 from jaxengine.engine.core import EngineCore
 from jaxengine.runner.programs import Key
@@ -51,3 +52,22 @@ def test_greedy_steps_do_not_wait_for_the_whole_sampler() -> None:
     # The output head is part of both programs, and may be fused otherwise.
     np.testing.assert_allclose(values_now, values, rtol=1e-5)
     assert programs.num_compiled == compiled
+
+
+def test_a_prompt_goes_through_the_decode_program_token_by_token() -> None:
+    settings = {**LAZY, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+    core = engine(**settings)
+    requests = [request(str(i), prompt) for i, prompt in enumerate(PROMPTS)]
+    requests += [request("scored", PROMPTS[0], prompt_logprobs=3)]
+    seen = run(core, requests[:2])
+    programs = core.executor.runner.programs  # type: ignore[attr-defined]
+    assert {key.size.decode_only for key in programs._futures if key.kind == "forward"} == {True}
+    assert [len(one.ids) for one in seen.values()] == [8, 8]
+    oracle = run(oracle_engine(warmup="lazy"), requests)
+    assert [one.ids for one in seen.values()] == [oracle["0"].ids, oracle["1"].ids]
+
+    # Prompt log-probabilities need what only the other programs give.
+    scored = run(core, requests[2:])["scored"]
+    assert scored.ids == oracle["scored"].ids
+    assert scored.prompt is not None and len(scored.prompt) == len(PROMPTS[0])
+    assert any(not key.size.decode_only for key in programs._futures if key.kind == "forward")

@@ -321,3 +321,23 @@ def test_import_needs_no_server_and_no_device() -> None:
 def test_unknown_setting() -> None:
     with pytest.raises(TypeError, match="no_such_setting"):
         LLM("demo", no_such_setting=1)
+
+
+def test_stream_gives_what_is_new(llm: LLM, core: EchoCore) -> None:
+    [whole] = llm.generate(["abcdef"], SamplingParams(max_tokens=5))
+    parts = list(llm.stream("abcdef", SamplingParams(max_tokens=5)))
+    assert len(parts) > 2
+    assert "".join(part.outputs[0].text for part in parts) == whole.outputs[0].text
+    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].outputs[0].finish_reason == "length"
+
+
+def test_leaving_a_stream_ends_the_request(llm: LLM, core: EchoCore) -> None:
+    stream = llm.stream("abcdef", SamplingParams(max_tokens=50))
+    next(stream)
+    stream.close()
+    assert core.aborted == [core.added[-1].request_id] and not core.has_work()
+    assert llm.generate(["xyz"], SamplingParams(max_tokens=2))[0].finished
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.stream("abc")

@@ -22,6 +22,10 @@ HOST = "127.0.0.1"
 _PORTS = 15_000, 32_000  # below the ephemeral ones
 
 
+class Interrupted(Exception):
+    """The engine was told to stop while it waited for the others."""
+
+
 @dataclass(frozen=True)
 class Member:
     """One rank of a coupled group of `size`."""

@@ -24,10 +24,6 @@ class PeerLostError(RuntimeError):
     """A rank of the group did not come in time."""
 
 
-class Interrupted(Exception):
-    """The engine was told to stop while it waited for the others."""
-
-
 class Plan(msgspec.Struct, array_like=True, frozen=True):
     """The sizes of a rank's step (see `Executor.choose`), and what it runs beside: does it write
     slot records, and the kinds of programs that read all of its tokens (score, pool)."""

@@ -9,13 +9,12 @@ from dataclasses import replace
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 from jaxengine.engine.dp import waves
-from jaxengine.engine.dp.coupling import Member, member_of
+from jaxengine.engine.dp.coupling import Interrupted, Member
 from jaxengine.engine.dp.exchange import (
     Agreement,
     Choose,
     Combiner,
     Exchange,
-    Interrupted,
     Plan,
     Wish,
 )
@@ -155,15 +154,6 @@ class Lockstep:
 
     def close(self) -> None:
         self._exchange.close()
-
-
-def make_lockstep(config: EngineConfig, executor: object) -> Lockstep | None:
-    """None for an engine that steps alone."""
-    member = member_of(config)
-    if member is None:
-        return None
-    assert isinstance(executor, WorkerExecutor)
-    return Lockstep(member, config, executor)
 
 
 def _sizes(plans: Sequence[StepPlan | None]) -> Plan | None:

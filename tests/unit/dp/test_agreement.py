@@ -8,12 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxengine.engine.dp.coupling import Member, free_ports
+from jaxengine.engine.dp.coupling import Interrupted, Member, free_ports
 from jaxengine.engine.dp.exchange import (
     Agreement,
     Combiner,
     Exchange,
-    Interrupted,
     PeerLostError,
     Plan,
     Wish,

@@ -14,8 +14,7 @@ import pytest
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.dp import waves
-from jaxengine.engine.dp.coupling import free_ports, member_config, member_of
-from jaxengine.engine.dp.exchange import Interrupted
+from jaxengine.engine.dp.coupling import Interrupted, free_ports, member_config, member_of
 from jaxengine.engine.dp.lockstep import Lockstep
 from jaxengine.engine.wire import WaveNotice
 from jaxengine.runner.buckets import all_buckets

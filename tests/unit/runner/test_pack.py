@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxengine.runner.forward import sections
 from jaxengine.runner.state import SlotState, seed_slot
 from jaxengine.sampling import inputs
-from jaxengine.sched import slot_record
+from jaxengine.sched import batch, slot_record
 from jaxengine.sched.batch import (
     COLUMN,
     HAS_ALLOW,
@@ -237,6 +237,7 @@ def test_planner_and_sampler_number_the_edits_alike() -> None:
 
 
 def test_which_steps_take_the_best_token() -> None:
+    assert batch.GREEDY_BELOW == inputs.GREEDY_BELOW
     layout = rows_layout(3)
     blob = np.zeros((2, layout.size), np.int32)  # two shards
     samples = view(blob[1], layout, "samples")
