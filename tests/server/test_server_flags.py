@@ -45,7 +45,7 @@ def parts_of(up: Server, path: str, body: dict[str, Any]) -> list[str]:
 def test_usage_and_comments(up: Server, path: str, body: dict[str, Any]) -> None:
     """Comments stand between events, before the first one too; what is sent is the same."""
     parts = parts_of(up, path, body)
-    assert parts[0] == ": keep-alive" and parts.count(": keep-alive") >= 4
+    assert parts[0] == ": keep-alive" and parts.count(": keep-alive") >= 2
     assert parts[-1] == "data: [DONE]"
     data = [json.loads(p[6:]) for p in parts if p.startswith("data: {")]
     assert data[-1]["usage"]["completion_tokens"] == 3 and data[-1]["choices"] == []
