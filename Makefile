@@ -26,6 +26,8 @@ demo: $(VENV)/.demo-stamp
 serve: $(VENV)/.demo-stamp
 	$(BIN)/jaxengine serve $(ARGS)
 
+# Most of its time goes to compiling small programs: without LLVM's passes. test-full has them.
+test: export XLA_FLAGS += --xla_backend_optimization_level=0
 test: $(VENV)/.dev-stamp
 	$(PYTEST) $(ARGS)
 

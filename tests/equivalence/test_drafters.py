@@ -122,7 +122,10 @@ def test_drafts_of_the_model_itself_are_all_right(steps: int, folder: pathlib.Pa
         assert (one.num_sampled == 1 + one.num_drafted).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=[pytest.mark.slow] if m == "mtp" else []) for m in METHODS],
+)
 def test_drafts_depend_on_the_tokens_alone(method: str, folder: pathlib.Path) -> None:
     """What is drafted after many steps of every kind is what a fresh prompt of the same tokens
     would have drafted."""

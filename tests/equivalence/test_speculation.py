@@ -118,7 +118,7 @@ def test_random_mixes_are_equal(steps: int) -> None:
             max_tokens=rng.choice([1, 3, 20, 60]),
             **random_params(rng),
         )
-        for i in range(30)
+        for i in range(18)
     ]
     before, preempted = spec_figures(core), core.stats().num_preemptions
     with depth(core, steps):

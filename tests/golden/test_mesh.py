@@ -3,6 +3,7 @@ parallelism and mixtures, with and without dual-batch overlap, through every exc
 can run."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -24,10 +25,9 @@ def experts(family: str, tensor: int, data: int, **more: object) -> dict:
 
 QUICK = [
     case("llama", tensor=2),
-    case("gemma2", tensor=4, data=2),
+    case("gemma2", tensor=2),
     experts("mixtral", 2, 2, all2all_backend="all_to_all", **DBO),
-    experts("deepseek-v3", 4, 1, all2all_backend="allgather"),
-    experts("gpt-oss", 1, 2, **DBO),
+    experts("deepseek-v3", 2, 1, all2all_backend="allgather"),
     case("llama", pipeline_parallel_size=2),
 ]
 DENSE = (
@@ -56,9 +56,11 @@ ALL += [case(family, tensor, data) for family in MOE for tensor, data in ((2, 1)
 
 
 def check(cases: list[dict], timeout: float) -> None:
+    # Compiling is what takes time here.
+    env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     done = subprocess.run(
         [sys.executable, str(HERE / "mesh_cases.py")],
-        input=json.dumps(cases), capture_output=True, text=True, timeout=timeout, cwd=HERE,
+        input=json.dumps(cases), capture_output=True, text=True, timeout=timeout, cwd=HERE, env=env,
     )  # fmt: skip
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     failed = [f"{line['case']}: {line['error']}" for line in lines if line["error"]]

@@ -62,13 +62,14 @@ def test_yaml_and_the_line_wins(served_config: Run, tmp_path: pathlib.Path) -> N
     assert config.model.model == "from-file"
 
 
-def test_units_and_auto(parsed: Run, tmp_path: pathlib.Path) -> None:
+def test_units_and_auto(served_config: Run, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text("max-model-len: 32k\nmax-num-batched-tokens: 8K\n")
-    config = parsed("--config", str(file))
+    config = served_config("--config", str(file))
     assert config.model.max_model_len == 32_000
     assert config.scheduler.max_num_batched_tokens == 8192
-    assert parsed("--config", str(file), "--max-model-len", "auto").model.max_model_len is None
+    config = served_config("--config", str(file), "--max-model-len", "auto")
+    assert config.model.max_model_len is None
 
 
 def test_every_field_is_a_flag_with_help() -> None:

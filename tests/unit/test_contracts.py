@@ -19,7 +19,14 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("command", CHECKS.values(), ids=CHECKS.keys())
+# CI runs mypy by `make lint`: over a minute without its cache.
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=name, marks=[pytest.mark.slow] if name == "mypy" else [])
+        for name, command in CHECKS.items()
+    ],
+)
 def test_tool_finds_nothing(command: list[str]) -> None:
     done = subprocess.run(
         [str(BIN / command[0]), *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=280
