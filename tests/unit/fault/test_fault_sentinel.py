@@ -163,8 +163,10 @@ def start() -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def make(**settings: Any) -> Engine:
-        engines.append(Engine(**settings))
-        return engines[-1]
+        engine = Engine(**settings)
+        engines.append(engine)
+        engine.wait(lambda: engine.states)  # its thread has begun
+        return engine
 
     yield make
     for engine in engines:
