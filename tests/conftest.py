@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from testdata import NOT_HERE
 
 if TYPE_CHECKING:
     from jaxengine.config import EngineConfig
@@ -23,6 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(folder in item.path.parents for folder in folders):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests need files that may not be redistributed (see tests/data/README.md)."""
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if NOT_HERE in str(r.longrepr)]
+    if skipped:
+        terminalreporter.write_line(
+            f"{len(skipped)} tests skipped: data not redistributed (tests/data/README.md)"
+        )
 
 
 @pytest.fixture

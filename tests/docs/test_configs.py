@@ -12,6 +12,7 @@ import pytest
 import yaml
 from pages import ROOT, read
 from served import post, serving
+from testdata import CONFIGS, GOLDENS
 
 from jaxengine.cli import main as cli
 from jaxengine.config import PARTS, EngineConfig
@@ -22,7 +23,6 @@ from jaxengine.offload.config import parse_offload
 from jaxengine.speculate.config import parse_speculative_config
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
-SHARED = ROOT / ".." / "shared"
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_file_is_taken(path: pathlib.Path, settled: list[EngineConfig]) -> None:
 def test_eight_devices_divide_a_published_model(settled: list[EngineConfig]) -> None:
     config = config_of(ROOT / "configs" / "eight-h200-moe-dbo.yaml", settled)
     name = config.model.model.rpartition("/")[2]
-    published = json.loads((SHARED / "realdata/configs" / name / "config.json").read_text())
+    published = json.loads((CONFIGS / name / "config.json").read_text())
     layout = divide(config.parallel, StepLayout(), spec_from_config(published))
     assert (layout.data_size, layout.tensor_size) == (8, 1)
     assert layout.dbo and layout.expert_parallel
@@ -114,7 +114,7 @@ SMALL: dict[str, Any] = {
 def test_file_is_served(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     family = "qwen3-moe" if "enable-expert-parallel" in settings else "qwen3"
-    tiny_model(SHARED / "goldens" / family, tmp_path / "model")
+    tiny_model(GOLDENS / family, tmp_path / "model")
     settings |= {key: value for key, value in SMALL.items() if key in settings}
     settings |= {"model": "model", "max-model-len": 128, "kv-cache-memory-bytes": 4 << 20}
     if "kv-transfer-config" in settings:

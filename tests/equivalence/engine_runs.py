@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pathlib
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
@@ -19,7 +19,6 @@ from jaxengine.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.plan import StepPlan
 
-GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens"
 VOCAB, EOS = 320, 2
 MAX_LEN = 192
 

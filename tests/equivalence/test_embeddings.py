@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testdata import GOLDENS
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.engine.core import EngineCore
@@ -20,7 +20,7 @@ from jaxengine.sched.batch import pack
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
 
-LLAMA = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens/llama"
+LLAMA = GOLDENS / "llama"
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 40, 33, 2)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import pathlib
 import shutil
 import tempfile
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 import psutil
 import zmq
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
@@ -32,7 +32,7 @@ from jaxengine.engine.messages import (
 from jaxengine.engine.process import EngineLaunch, run_engine
 from jaxengine.sampling_params import SamplingParams
 
-MODEL = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens/llama"
+MODEL = GOLDENS / "llama"
 KINDS: dict[bytes, Any] = {
     wire.READY: EngineReady,
     wire.OUTPUTS: EngineOutputs,

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import pathlib
 import random
 import signal
 import time
@@ -16,12 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM, Placement, UnavailableError
 from jaxengine.sampling_params import SamplingParams
 
-GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens/mixtral"
+GOLDEN = GOLDENS / "mixtral"
 CASES = json.loads((GOLDEN / "golden.json").read_text())["cases"]
 STEP_TIMEOUT = 5.0
 SETTINGS: dict[str, Any] = {

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import pathlib
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
@@ -23,7 +23,7 @@ from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=1)
-LLAMA = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens/llama"
+LLAMA = GOLDENS / "llama"
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import os
-import pathlib
 import random
 import signal
 import time
@@ -17,12 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM, Placement, UnavailableError
 from jaxengine.sampling_params import SamplingParams
 
-LLAMA = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens/llama"
+LLAMA = GOLDENS / "llama"
 TOKENS = 40
 PROMPTS = 16
 WARM = 15.0  # seconds

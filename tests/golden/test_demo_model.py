@@ -1,9 +1,9 @@
 """The demo model against llama.cpp's ids and transformers' float32 logits."""
 
 import json
-import pathlib
 
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
@@ -13,12 +13,7 @@ from jaxengine.frontend.tokenizer import load_tokenizer
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.weights.resolve import resolve_model
 
-GOLDEN = json.loads(
-    (
-        pathlib.Path(__file__).resolve().parents[2]
-        / "../shared/goldens/smollm2-135m-instruct-q4_1.json"
-    ).read_text()
-)
+GOLDEN = json.loads((GOLDENS / "smollm2-135m-instruct-q4_1.json").read_text())
 SURE = 0.01  # margin above which another float32 implementation must agree
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-import pathlib
 
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.bench.perplexity import SETTINGS, log_likelihoods, read_rows
 
-FILE = pathlib.Path(__file__).resolve().parents[3] / "shared/goldens/smollm2-loglikelihood.json"
+FILE = GOLDENS / "smollm2-loglikelihood.json"
 NUM_ROWS = 6
 # Most that a setting may add to the perplexity of these texts; over all 24 texts of the file they
 # add 0.0003, 0.021, 0.010 and 0.035.

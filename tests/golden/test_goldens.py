@@ -1,16 +1,15 @@
 """Independent reference outputs through the paged engine: all prompts at once, in small pieces."""
 
 import json
-import pathlib
 
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.messages import EngineRequest, TokenLogprobs
 from jaxengine.sampling_params import SamplingParams
 
-GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens"
 FAMILIES = (
     "llama",
     "llama-gqa-tied-bias",

@@ -1,19 +1,19 @@
 """Full and windowed layers in one model: KV groups of their own, against a dense oracle (B72)."""
 
 import json
-import pathlib
 import shutil
 
 import numpy as np
 import pytest
 from dense_oracle import DenseQwen2
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.messages import EngineRequest
 from jaxengine.sampling_params import SamplingParams
 
-GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens/qwen2"
+GOLDEN = GOLDENS / "qwen2"
 WINDOWS = [8, 0, 8]
 NEW = 12
 

@@ -1,19 +1,19 @@
 """Qwen2-MoE has no published golden: random weights against a decoder in float64."""
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
 from dense_oracle import DenseQwen2
 from safetensors.numpy import load_file, save_file
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.messages import EngineRequest
 from jaxengine.sampling_params import SamplingParams
 
-GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens/qwen2"
+GOLDEN = GOLDENS / "qwen2"
 NEW, EXPERTS, TOP = 12, 6, 2
 
 

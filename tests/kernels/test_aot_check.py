@@ -7,11 +7,11 @@ import pathlib
 from typing import Any
 
 import pytest
+from testdata import CONFIGS
 
 from jaxengine.cli import aot_check
 from jaxengine.runner import aot_step
 
-CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "../shared/realdata/configs"
 LLAMA = str(CONFIGS / "Llama-3.1-8B")
 
 

@@ -6,15 +6,14 @@ Skipped where JAX's CUDA plugin is not installed (`make test-aot` installs it).
 from __future__ import annotations
 
 import json
-import pathlib
 from typing import Any
 
 import pytest
+from testdata import CONFIGS
 
 from jaxengine.pallas_kernels import aot
 from jaxengine.runner.aot_step import compile_steps, devices_of
 
-CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "../shared/realdata/configs"
 MEMORY = int(aot.TARGETS["h200"].memory * 0.92)
 # As published; not among the shared ones.
 DEEPSEEK_V3: dict[str, Any] = {

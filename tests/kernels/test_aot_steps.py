@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import functools
 import json
-import pathlib
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+from testdata import CONFIGS
 
 from jaxengine.pallas_kernels import aot
 from jaxengine.runner.aot_step import compile_steps
 from jaxengine.runner.buckets import all_buckets
 from jaxengine.sched.batch import Bucket
 
-CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "../shared/realdata/configs"
 MODELS = ("Llama-3.1-8B", "Qwen3-8B")
 FEW = (Bucket(64, 64, True), Bucket(2048, 256, False))
 pytestmark = [

@@ -14,12 +14,11 @@ import pydantic
 import pytest
 import tiny_model
 from serverlib import Server, alive, call, chunks, running
+from testdata import template
 
 from jaxengine.engine.wire import DEFAULT_CORE
 
 CC = "/v1/chat/completions"
-TEMPLATES = pathlib.Path(__file__).resolve().parents[2] / "../shared/realdata/templates"
-REAL = pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no ../shared/realdata")
 AUTO = ("--enable-auto-tool-choice", "--tool-call-parser")
 SCRIPTED = "scripted_core:Scripted"
 
@@ -42,9 +41,7 @@ def say(text: str, step: int = 1, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def hermes() -> Iterator[Server]:
-    if not TEMPLATES.is_dir():
-        pytest.skip("no ../shared/realdata")
-    flags = ["--chat-template", str(TEMPLATES / "qwen3-0.6b.jinja"), "--reasoning-parser", "qwen3"]
+    flags = ["--chat-template", str(template("qwen3-0.6b.jinja")), "--reasoning-parser", "qwen3"]
     with running(*flags, *AUTO, "hermes", core=SCRIPTED, step=0.002) as up:
         yield up
 
@@ -320,13 +317,12 @@ TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"]
 
 
-@REAL
 def test_gpt_oss(tmp_path: pathlib.Path) -> None:
     tokenizer = tiny_model.byte_tokenizer()
     tokenizer.add_special_tokens([*HARMONY, "<|constrain|>"])
     model = tiny_model.build(tmp_path / "model")
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    flags = ["--chat-template", str(TEMPLATES / "gpt-oss-120b.jinja"), "--reasoning-parser"]
+    flags = ["--chat-template", str(template("gpt-oss-120b.jinja")), "--reasoning-parser"]
     with running(model, *flags, "gpt-oss", *AUTO, "gpt-oss", core=SCRIPTED) as up:
         text = f'{ANALYSIS}hm<|end|><|start|>assistant{TO_F}{{"a":1}}<|call|>'
         found = both(up, say(text, 4, tools=TOOLS))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from serverlib import Server, alive, call, chunks, running
+from testdata import template
 
 CC = "/v1/chat/completions"
-TEMPLATES = pathlib.Path(__file__).resolve().parents[2] / "../shared/realdata/templates"
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 FUNCTIONS = [FUNCTION, {"name": "g"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -21,9 +20,7 @@ ARGUMENTS = {"name": "f", "arguments": '{"a": 1}'}
 
 @pytest.fixture(scope="module")
 def up() -> Iterator[Server]:
-    if not TEMPLATES.is_dir():
-        pytest.skip("no ../shared/realdata")
-    flags = ["--chat-template", str(TEMPLATES / "qwen3-0.6b.jinja"), "--enable-auto-tool-choice"]
+    flags = ["--chat-template", str(template("qwen3-0.6b.jinja")), "--enable-auto-tool-choice"]
     core = "scripted_core:Scripted"
     with running(*flags, "--tool-call-parser", "hermes", core=core) as server:
         yield server

@@ -7,9 +7,10 @@ import pathlib
 import shutil
 
 import tokenizers
+from testdata import GOLDENS
 from tokenizers import decoders, models, pre_tokenizers
 
-WEIGHTS = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens/llama"
+WEIGHTS = GOLDENS / "llama"
 SPECIALS = ["<pad>", "<s>", "</s>"]
 VOCAB = 320
 TEMPLATE = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import pytest
+import testdata
 
 from jaxengine.frontend.chat_template import (
     ChatTemplateError,
@@ -19,23 +20,31 @@ from jaxengine.frontend.chat_template import (
     takes_tools,
 )
 
-DATA = pathlib.Path(__file__).resolve().parents[2] / "../shared/realdata/templates"
-FILES = sorted(DATA.glob("*.cases.json"))
-if not FILES:
-    pytest.skip("no ../shared/realdata/templates", allow_module_level=True)
+NAMES = sorted(
+    [p.name.removesuffix(".cases.json") for p in (testdata.DATA / "templates").glob("*.cases.json")]
+    + list(testdata.RESTRICTED["templates"])
+)
 
 
-def _load(path: pathlib.Path) -> tuple[str, dict[str, Any]]:
-    data = json.loads(path.read_text(encoding="utf-8"))
-    return (DATA / data["template_file"]).read_bytes().decode("utf-8"), data
+def _load(name: str) -> tuple[str, dict[str, Any]]:
+    """A template and its cases."""
+    data = json.loads(testdata.template(f"{name}.cases.json").read_text(encoding="utf-8"))
+    return testdata.template(data["template_file"]).read_bytes().decode("utf-8"), data
 
 
-CASES = [
-    pytest.param(text, data, case, id=f"{path.name.split('.cases')[0]}-{case['name']}")
-    for path in FILES
-    for text, data in [_load(path)]
-    for case in data["cases"]
-]
+def _params() -> Iterator[Any]:
+    """One for each case of the templates that are here, one skipped for each other template."""
+    for name in NAMES:
+        if testdata.located("templates", f"{name}.cases.json") is None:
+            skipped = pytest.mark.skip(reason=f"{testdata.NOT_HERE}: templates/{name}.jinja")
+            yield pytest.param("", {}, {}, id=name, marks=skipped)
+            continue
+        text, data = _load(name)
+        for case in data["cases"]:
+            yield pytest.param(text, data, case, id=f"{name}-{case['name']}")
+
+
+CASES = list(_params())
 
 
 def _variables(data: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
@@ -92,9 +101,9 @@ def test_request_rendering(template: str, data: dict[str, Any], case: dict[str, 
         assert messages[0]["content"] in render_messages(template, messages, **variables)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name.split(".cases")[0])
-def test_content_parts_detection(path: pathlib.Path) -> None:
-    template, data = _load(path)
+@pytest.mark.parametrize("name", NAMES)
+def test_content_parts_detection(name: str) -> None:
+    template, data = _load(name)
     assert takes_content_parts(template) == data["template_handles_content_parts"]
 
 
@@ -198,7 +207,7 @@ def test_bad_messages(messages: Any, match: str) -> None:
 
 def test_b21_calls_where_content_must_be_null() -> None:
     """The template of DeepSeek-R1 passes over calls beside content, be it empty."""
-    template, data = _load(DATA / "deepseek-r1-distill-llama-8b.cases.json")
+    template, data = _load("deepseek-r1-distill-llama-8b")
     recorded = {c["name"]: c for c in data["cases"]}
     case = next(c for n, c in recorded.items() if n.endswith("args_string") and "expected" in c)
     messages = json.loads(json.dumps(case["messages"]))
@@ -227,16 +236,18 @@ def test_roles_and_fields_as_the_template_knows_them() -> None:
     assert render_messages(thinking, messages) == "[][hm]"
 
 
-def test_which_templates_take_tools() -> None:
-    with_tools = {path.name.split(".cases")[0] for path in FILES if takes_tools(_load(path)[0])}
-    without = {p.name.split(".cases")[0] for p in FILES} - with_tools
-    assert without == {
-        "deepseek-r1-distill-llama-8b",
-        "gemma-2-2b-it",
-        "llama-2-7b-chat",
-        "mixtral-8x7b-instruct-v0.1",
-        "phi-3.5-mini-instruct",
-    }
+WITHOUT_TOOLS = {
+    "deepseek-r1-distill-llama-8b",
+    "gemma-2-2b-it",
+    "llama-2-7b-chat",
+    "mixtral-8x7b-instruct-v0.1",
+    "phi-3.5-mini-instruct",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_which_templates_take_tools(name: str) -> None:
+    assert takes_tools(_load(name)[0]) == (name not in WITHOUT_TOOLS)
 
 
 def test_named_templates() -> None:

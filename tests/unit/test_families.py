@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 from typing import Any
 
 import pytest
+from testdata import CONFIGS
 
 from jaxengine.models.families import UnsupportedModelError, spec_from_config, weight_names
 from jaxengine.models.families.gguf import config_from_gguf
 from jaxengine.models.spec import RopeSpec
 from jaxengine.weights.load import leaf_shape
 
-SHARED = pathlib.Path(__file__).resolve().parents[2] / "../shared"
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 320,
@@ -40,9 +39,7 @@ DENSE += ["Qwen3-8B", "SmolLM2-360M-Instruct"]
 
 @pytest.mark.parametrize("name", DENSE)
 def test_published_configuration(name: str) -> None:
-    folder = SHARED / "realdata/configs" / name
-    if not folder.is_dir():
-        pytest.skip("no ../shared/realdata/configs")
+    folder = CONFIGS / name
     want = json.loads((folder / "expected.json").read_text())
     spec = spec_from_config(json.loads((folder / "config.json").read_text()))
     assert spec.num_layers == want["num_layers"]
@@ -69,9 +66,7 @@ def test_published_configuration(name: str) -> None:
     "name", ["DeepSeek-V2-Lite", "Mixtral-8x7B-v0.1", "gpt-oss-20b", "Qwen3-30B-A3B"]
 )
 def test_families_to_come_are_refused(name: str) -> None:
-    folder = SHARED / "realdata/configs" / name
-    if not folder.is_dir():
-        pytest.skip("no ../shared/realdata/configs")
+    folder = CONFIGS / name
     config = json.loads((folder / "config.json").read_text())
     from jaxengine.models.families import FAMILIES
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+from testdata import GOLDENS
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Tk
 from tokenizers.processors import TemplateProcessing
@@ -134,11 +135,8 @@ def test_clear_errors(tmp_path: pathlib.Path) -> None:
 
 
 def test_shared_goldens_have_no_tokenizer() -> None:
-    folder = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens/llama"
-    if not folder.is_dir():
-        pytest.skip("no ../shared/goldens")
     with pytest.raises(ModelLoadError, match="no tokenizer.json"):
-        load_tokenizer(files(folder))
+        load_tokenizer(files(GOLDENS / "llama"))
 
 
 def test_frontend_imports_no_jax() -> None:

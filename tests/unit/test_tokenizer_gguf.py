@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+from testdata import GOLDENS, find
 
 from jaxengine.frontend.chat_template import render_messages
 from jaxengine.frontend.gguf_tokenizer import build_tokenizer
@@ -16,11 +17,7 @@ from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.gguf import gguf_metadata
 from jaxengine.weights.resolve import ModelFiles, resolve_model
 
-SHARED = pathlib.Path(__file__).resolve().parents[2] / "../shared"
-DATA = SHARED / "realdata/tokenizers"
-if not DATA.is_dir():
-    pytest.skip("no ../shared/realdata/tokenizers", allow_module_level=True)
-INDEX: list[dict[str, Any]] = json.loads((DATA / "index.json").read_text())
+INDEX: list[dict[str, Any]] = json.loads(find("tokenizers", "index.json").read_text())
 GENERATIVE = [e for e in INDEX if e["tokenizer.ggml.model"] != "bert"]
 # The recording treats these user-defined (never special) tokens as control tokens by their text.
 OTHER_KIND = ("<｜fim", "</s> x")
@@ -28,14 +25,14 @@ OTHER_KIND = ("<｜fim", "</s> x")
 
 @lru_cache(maxsize=2)
 def tokenizer(file: str) -> Tokenizer:
-    return load_tokenizer(resolve_model(str(DATA / file)))
+    return load_tokenizer(resolve_model(str(find("tokenizers", file))))
 
 
 @pytest.mark.parametrize("entry", GENERATIVE, ids=lambda e: e["file"])
 def test_recorded_texts(entry: dict[str, Any]) -> None:
     t = tokenizer(entry["file"])
-    texts = (DATA / (entry["file"] + ".inp")).read_bytes().decode()
-    lines = (DATA / (entry["file"] + ".out")).read_text().split("\n")
+    texts = find("tokenizers", entry["file"] + ".inp").read_bytes().decode()
+    lines = find("tokenizers", entry["file"] + ".out").read_text().split("\n")
     rows = list(zip(texts.split("\n__ggml_vocab_test__\n"), lines, strict=True))
     assert len(rows) == 47
     t.tk.encode_special_tokens = True  # the recording reads special tokens as plain text
@@ -47,7 +44,7 @@ def test_recorded_texts(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize("entry", GENERATIVE, ids=lambda e: e["file"])
 def test_recorded_special_tokens(entry: dict[str, Any]) -> None:
     t = tokenizer(entry["file"])
-    cases = json.loads((DATA / (entry["file"] + ".extra.json")).read_text())["cases"]
+    cases = json.loads(find("tokenizers", entry["file"] + ".extra.json").read_text())["cases"]
     wrong = []
     for case in cases:
         if not case["parse_special"] and case["text"].startswith(OTHER_KIND):
@@ -76,7 +73,7 @@ def test_bert_is_refused() -> None:
 
 
 def test_sentencepiece_token_text() -> None:
-    t = tokenizer("ggml-vocab-llama-spm.gguf")
+    t = tokenizer("ggml-vocab-phi-3.gguf")
     ids = t.encode("Hello world <0x0A>", add_special_tokens=False)
     assert t.token_text(ids[1]) == " world"
     assert t.token_text(t.tk.token_to_id("▁")) == " "
@@ -84,7 +81,7 @@ def test_sentencepiece_token_text() -> None:
 
 
 def demo() -> tuple[Tokenizer, dict[str, Any]]:
-    path = SHARED / "goldens/smollm2-135m-instruct-q4_1.json"
+    path = GOLDENS / "smollm2-135m-instruct-q4_1.json"
     return load_tokenizer(resolve_model("demo")), json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -110,7 +107,7 @@ def test_b20_demo_chat() -> None:
 
 @pytest.mark.parametrize("flag", [True, False, None])
 def test_b20_add_bos_key(flag: bool | None) -> None:
-    metadata = gguf_metadata(DATA / "ggml-vocab-llama-spm.gguf")
+    metadata = gguf_metadata(find("tokenizers", "ggml-vocab-phi-3.gguf"))
     metadata.pop("tokenizer.ggml.add_bos_token", None)
     if flag is not None:
         metadata["tokenizer.ggml.add_bos_token"] = flag

@@ -12,6 +12,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.models.families.gguf import llama3_parameters
 from jaxengine.weights import safetensors
@@ -20,9 +21,6 @@ from jaxengine.weights.gguf import gguf_metadata, read_gguf, read_rows
 from jaxengine.weights.load import checkpoint_dtype, load_params, load_spec
 from jaxengine.weights.resolve import ModelFiles, resolve_model
 
-GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens"
-if not GOLDENS.is_dir():
-    pytest.skip("no ../shared/goldens", allow_module_level=True)
 Q = gguf.GGMLQuantizationType
 NAMES = {
     "self_attn.q_proj": "attn_q",

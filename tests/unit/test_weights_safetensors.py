@@ -13,14 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from testdata import GOLDENS
 
 from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.load import checkpoint_dtype, leaf_shape, load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
 
-GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "../shared/goldens"
-if not GOLDENS.is_dir():
-    pytest.skip("no ../shared/goldens", allow_module_level=True)
 FAMILIES = ["llama", "llama-gqa-tied-bias", "llama3-rope", "llama-yarn", "mistral-window"]
 FAMILIES += ["llama-linear-rope", "qwen2", "qwen3"]
 

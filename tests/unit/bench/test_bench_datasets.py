@@ -8,6 +8,7 @@ import pathlib
 
 import numpy as np
 import pytest
+import testdata
 
 from jaxengine.bench.datasets import (
     BenchRequest,
@@ -17,8 +18,6 @@ from jaxengine.bench.datasets import (
     prompt_tokens,
     ramp,
 )
-
-TRACES = pathlib.Path(__file__).resolve().parents[4] / "shared" / "realdata" / "traces"
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -131,12 +130,11 @@ def test_missing_trace_and_columns(tmp_path: pathlib.Path) -> None:
         load_trace(tmp_path / "t.csv")
 
 
-@pytest.mark.skipif(not TRACES.is_dir(), reason="the shared traces are not here")
 def test_published_traces() -> None:
     """Totals and the hits of an unlimited cache, as worked out apart from this reader."""
-    expected = json.loads((TRACES / "expected.json").read_text())
+    expected = json.loads(testdata.trace("expected.json").read_text())
     for name, figures in expected.items():
-        requests = load_trace(TRACES / name)
+        requests = load_trace(testdata.trace(name))
         assert len(requests) == figures["requests"]
         assert sum(r.prompt_len for r in requests) == figures["input_tokens"]
         if "block_size" not in figures:

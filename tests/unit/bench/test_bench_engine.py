@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
+from testdata import GOLDENS
 
 from jaxengine.bench.batch import random_prompts, run_batch
 from jaxengine.bench.flags import engine_config
@@ -19,9 +20,8 @@ from jaxengine.engine.messages import EngineOutput, EngineRequest, EngineStats
 from jaxengine.weights.load import load_spec
 from jaxengine.weights.resolve import resolve_model
 
-LLAMA = pathlib.Path(__file__).resolve().parents[4] / "shared" / "goldens" / "llama"
+LLAMA = GOLDENS / "llama"
 SMALL = ["--model", str(LLAMA), "--warmup", "lazy"]
-needs_model = pytest.mark.skipif(not LLAMA.is_dir(), reason="the shared models are not here")
 
 
 def run(name: str, argv: list[str], folder: pathlib.Path) -> dict[str, Any]:
@@ -88,7 +88,6 @@ def test_batch_tells_of_an_error() -> None:
         run_batch(core, [[1]], 4)  # type: ignore[arg-type]
 
 
-@needs_model
 @pytest.mark.slow
 def test_batch() -> None:
     core = EngineCore(
@@ -111,7 +110,6 @@ def test_batch() -> None:
     assert all(0 <= token < vocab for prompt in prompts for token in prompt)
 
 
-@needs_model
 @pytest.mark.slow
 def test_throughput_and_latency(tmp_path: pathlib.Path) -> None:
     sizes = ["--input-len", "8", "--output-len", "4"]
@@ -129,7 +127,6 @@ def test_throughput_and_latency(tmp_path: pathlib.Path) -> None:
     assert content["percentiles"]["50"] == sorted(content["latencies"])[1]
 
 
-@needs_model
 @pytest.mark.slow
 def test_spec(tmp_path: pathlib.Path) -> None:
     argv = [*SMALL, "--random", "--methods", "ngram", "--drafts", "2", "--output-len", "8"]
@@ -144,7 +141,6 @@ def test_offload(tmp_path: pathlib.Path) -> None:
     assert content["fs_write_MiB_s"] > 0 and content["device_to_host_MiB_s"] > 0
 
 
-@needs_model
 def test_floor_counts_the_checkpoints_weights() -> None:
     spec = load_spec(resolve_model(str(LLAMA)))
     tensors = load_file(LLAMA / "model.safetensors")

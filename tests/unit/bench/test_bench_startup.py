@@ -8,11 +8,12 @@ import pathlib
 from typing import Any
 
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.bench import startup
 from jaxengine.bench.startup_child import _build_phases
 
-LLAMA = pathlib.Path(__file__).resolve().parents[4] / "shared" / "goldens" / "llama"
+LLAMA = GOLDENS / "llama"
 
 
 def test_phases_of_the_engines_account() -> None:
@@ -39,7 +40,6 @@ def rows_of(model: str, more: list[str], folder: pathlib.Path) -> list[dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not LLAMA.is_dir(), reason="the shared models are not here")
 def test_cold_and_warm(tmp_path: pathlib.Path) -> None:
     cold, warm = rows_of(str(LLAMA), [], tmp_path)
     assert (cold["start"], warm["start"]) == ("cold", "warm")

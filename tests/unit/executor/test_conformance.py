@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
@@ -24,7 +25,7 @@ from jaxengine.executor.worker_messages import WireBatch, keys_of
 from jaxengine.executor.worker_process import WorkerDied, WorkerError, WorkerHung
 from jaxengine.sampling_params import SamplingParams
 
-MODEL = pathlib.Path(__file__).resolve().parents[3] / "../shared/goldens/llama"
+MODEL = GOLDENS / "llama"
 
 
 def core(fault_tolerance: bool, **settings: Any) -> EngineCore:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
 
 import pytest
+import testdata
 from tokenizers import Tokenizer as HFTokenizer
 from toys import byte_char, byte_tokenizer, joined, run, sp_tokenizer
 
@@ -154,15 +154,9 @@ def test_special_tokens_shown_when_asked() -> None:
     assert "".join(_pieces(BYTES.tk, _ids(b"p"), ids)) == "ab"
 
 
-REAL = Path(__file__).resolve().parents[3] / "../shared/realdata/tokenizers"
-
-
-@pytest.mark.parametrize("name", ["llama-spm", "gpt-2", "deepseek-coder"])
+@pytest.mark.parametrize("name", ["phi-3", "gpt-2", "llama-spm", "deepseek-coder"])
 def test_real_vocabularies_equal_decode(name: str) -> None:
-    path = REAL / f"ggml-vocab-{name}.gguf"
-    if not path.exists():
-        pytest.skip("no ../shared/realdata here")
-    tk, _ = build_tokenizer(gguf_metadata(path))
+    tk, _ = build_tokenizer(gguf_metadata(testdata.tokenizer(name)))
     rng = random.Random(3)
     size = tk.get_vocab_size()
     checked = 0

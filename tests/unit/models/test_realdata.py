@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from typing import Any
 
 import jax
 import pytest
+from testdata import CONFIGS
 
 from jaxengine.layers.rope import inverse_frequencies
 from jaxengine.models.cache import cache_bytes_per_token
@@ -15,10 +15,7 @@ from jaxengine.models.families import spec_from_config, weight_names
 from jaxengine.models.params import count_params, layer_leaves, param_shapes, top_leaves
 from jaxengine.models.spec import DecoderSpec
 
-CONFIGS = pathlib.Path(__file__).resolve().parents[3] / "../shared/realdata/configs"
 NAMES = sorted(p.parent.name for p in CONFIGS.glob("*/config.json"))
-if not NAMES:
-    pytest.skip("no ../shared/realdata/configs", allow_module_level=True)
 
 
 def read(name: str, file: str) -> dict[str, Any]:

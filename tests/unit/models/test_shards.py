@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from testdata import GOLDENS
 
 from jaxengine.models.cache import cache_bytes_per_token, cache_head_axis, cache_shapes
 from jaxengine.models.families import spec_from_config
@@ -18,9 +18,6 @@ from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import arrange, layer_leaves, param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec, local_spec
 
-GOLDENS = pathlib.Path(__file__).resolve().parents[3] / "../shared/goldens"
-if not GOLDENS.is_dir():
-    pytest.skip("no ../shared/goldens", allow_module_level=True)
 NAMES = ["llama", "olmo2", "gpt-oss", "qwen3-moe", "deepseek-v2", "deepseek-v3"]
 
 

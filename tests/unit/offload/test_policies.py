@@ -10,11 +10,10 @@ import sys
 from collections.abc import Iterable
 
 import pytest
+import testdata
 
 from jaxengine.offload.policies import make_policy
 from jaxengine.offload.policies.base import EvictionPolicy
-
-TRACES = pathlib.Path(__file__).resolve().parents[3] / "../shared/realdata/traces"
 
 
 def ready(policy: EvictionPolicy, slots: Iterable[int]) -> None:
@@ -78,7 +77,7 @@ def hit_ratio(name: str, requests: list[list[int]], capacity: int) -> float:
 
 
 def trace(name: str) -> list[list[int]]:
-    rows = [json.loads(line) for line in (TRACES / name).read_text().splitlines()]
+    rows = [json.loads(line) for line in testdata.trace(name).read_text().splitlines()]
     if "session" in rows[0]:
         rows.sort(key=lambda row: (row["timestamp"], row["session"], row["step"]))
     return [row["hash_ids"] for row in rows]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pathlib
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.build import build
-
-GOLDENS = pathlib.Path(__file__).resolve().parents[4] / "shared" / "goldens"
 
 
 def built(model: str, **settings: Any) -> Any:

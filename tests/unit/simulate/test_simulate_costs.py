@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from testdata import CONFIGS
 
 from jaxengine.engine import kv_room
 from jaxengine.models.families import spec_from_config
@@ -20,8 +21,6 @@ from jaxengine.simulate.cost import StepShape
 from jaxengine.simulate.gpus import GPUS, gpu_of
 from jaxengine.simulate.roofline import Roofline
 from jaxengine.simulate.table import Sample, Table, Work, fit, interpolate, load_table
-
-CONFIGS = pathlib.Path(__file__).resolve().parents[4] / "shared" / "realdata" / "configs"
 
 
 def shape(contexts: list[int] = [], chunks: list[tuple[int, int]] = []) -> StepShape:  # noqa: B006
@@ -212,7 +211,6 @@ def test_figures_agree_with_the_compilers_targets() -> None:
         assert sizes == (target.memory, target.bandwidth), name
 
 
-@pytest.mark.skipif(not CONFIGS.is_dir(), reason="published configs are not here")
 @pytest.mark.parametrize("devices", [1, 4])
 def test_published_models(devices: int) -> None:
     for folder in sorted(p for p in CONFIGS.iterdir() if p.is_dir()):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 
 import pytest
+import testdata
 from constant_device import cluster
 
 from jaxengine.bench.datasets import load_trace
@@ -14,16 +14,13 @@ from jaxengine.simulate.cluster import simulate
 from jaxengine.simulate.outcome import RankFigures
 from jaxengine.simulate.tiers import TierConfig
 
-TRACES = pathlib.Path(__file__).resolve().parents[4] / "shared" / "realdata" / "traces"
 NAME = "sharegpt_rows_1-200.jsonl"
 BLOCK, PAGE = 16, 64
-
-pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason="the traces are not here")
 
 
 def run(num_blocks: int, host_blocks: int = 0) -> RankFigures:
     """Requests one by one, in the file's order, without outputs that would take blocks."""
-    requests = [dataclasses.replace(r, output_len=1) for r in load_trace(TRACES / NAME)]
+    requests = [dataclasses.replace(r, output_len=1) for r in load_trace(testdata.trace(NAME))]
     sizes = {"block_size": BLOCK, "num_blocks": num_blocks, "max_model_len": 4096}
     tier = TierConfig(host_blocks * PAGE / 2**30, (PAGE,)) if host_blocks else None
     made = cluster(tier=tier, max_num_batched_tokens=8192, **sizes)
@@ -33,7 +30,7 @@ def run(num_blocks: int, host_blocks: int = 0) -> RankFigures:
 
 
 def expected(capacity: int | None) -> int:
-    of = json.loads((TRACES / "expected.json").read_text())[NAME]
+    of = json.loads(testdata.trace("expected.json").read_text())[NAME]
     if capacity is None:
         return int(of["unlimited_cache"]["hit_blocks"])
     return next(row["hit_blocks"] for row in of["lru"] if row["capacity_blocks"] == capacity)

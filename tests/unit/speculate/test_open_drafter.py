@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.models.layout import StepLayout
@@ -20,8 +21,6 @@ from jaxengine.speculate.open_drafter import Target, find_drafter
 from jaxengine.speculate.second_model import check_fits
 from jaxengine.weights.load import load_spec
 from jaxengine.weights.resolve import resolve_model
-
-GOLDENS = pathlib.Path(__file__).resolve().parents[3] / "../shared/goldens"
 
 
 def target(model: pathlib.Path) -> Target:

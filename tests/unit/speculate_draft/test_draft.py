@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.speculate import draft_head, draft_store, draft_train
@@ -26,7 +27,6 @@ from jaxengine.speculate.draft_head import DraftConfig
 from jaxengine.weights.load import load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
 
-GOLDENS = pathlib.Path(__file__).resolve().parents[3] / "../shared/goldens"
 SMALL = DraftConfig(
     vocab_size=50, hidden_size=8, ffn_size=12, num_layers=2, draft_vocab_size=20, trained_drafts=3
 )

@@ -7,6 +7,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from testdata import GOLDENS
 
 from jaxengine.cli.train_draft import TrainDraft, run_train_draft
 from jaxengine.models.families import spec_from_config
@@ -16,7 +17,7 @@ from jaxengine.speculate.eagle_files import read_eagle
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.resolve import resolve_model
 
-LLAMA = pathlib.Path(__file__).resolve().parents[3] / "../shared/goldens/llama"
+LLAMA = GOLDENS / "llama"
 
 
 def test_built_in_prompts_are_many_and_differ() -> None:

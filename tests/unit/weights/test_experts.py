@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from testdata import GOLDENS
 
 from jaxengine.models.params import param_shapes
 from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
@@ -18,9 +19,6 @@ from jaxengine.weights.load import load_params, load_spec
 from jaxengine.weights.mxfp4 import dequantise
 from jaxengine.weights.resolve import resolve_model
 
-GOLDENS = pathlib.Path(__file__).resolve().parents[3] / "../shared/goldens"
-if not GOLDENS.is_dir():
-    pytest.skip("no ../shared/goldens", allow_module_level=True)
 MOE = ["mixtral", "qwen3-moe", "olmoe", "deepseek-v2", "deepseek-v3", "gpt-oss"]
 DENSE = ["gemma2", "gemma3", "phi3", "smollm3", "granite", "olmo2"]
 Tensors = dict[str, np.ndarray]
