@@ -56,7 +56,8 @@ class ModelConfig:
     """Log-probabilities are of the model's own logits, before penalties and temperature, within
     what a grammar allows."""
     generation_config: str = "auto"
-    """auto: sampling defaults of the model's generation_config.json; engine: ours."""
+    """auto: sampling defaults of the model's generation_config.json; engine (or vllm): ours; else
+    the folder whose generation_config.json is read."""
     override_generation_config: str | dict[str, Any] | None = None
     """JSON: sampling defaults over those: temperature, top_p, top_k, min_p, repetition_penalty,
     max_new_tokens."""
@@ -68,9 +69,7 @@ class ModelConfig:
     """Where hub downloads are kept."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for another logprobs_mode. vLLM's length -1 is "not set" here."""
-        if self.logprobs_mode != "raw_logprobs":
-            raise ValueError(f"logprobs_mode must be raw_logprobs, got {self.logprobs_mode}")
+        """vLLM's length -1 is "not set" here."""
         if self.max_model_len == -1:
             object.__setattr__(self, "max_model_len", None)
 
@@ -234,13 +233,22 @@ class ServerConfig:
     ssl_cert_reqs: Literal[0, 1, 2] = 0
     """Client certificates: 0 none, 1 checked if sent, 2 needed."""
     api_key: str | None = None
-    """Key that clients must send as a bearer token."""
+    """Key that clients must send as a bearer token. `ps` shows it: prefer api_key_file, or the
+    environment variable JAXENGINE_API_KEY (or VLLM_API_KEY)."""
+    api_key_file: str | None = None
+    """File whose first line is the key that clients must send."""
     admin_api_key: str | None = None
     """Key for the admin routes (and all others); default: api_key opens these too."""
+    admin_api_key_file: str | None = None
+    """File whose first line is the admin key; else the environment variable
+    JAXENGINE_ADMIN_API_KEY."""
     api_server_count: int = 1
     """Processes that answer HTTP, tokenize and detokenize before one set of engines."""
     served_model_name: str | None = None
     """Name in /v1/models and responses; default: the model argument."""
+    allowed_hosts: list[str] = field(default_factory=list)
+    """Names that a server without a key on a loopback address answers to, beside the local ones,
+    when a proxy on the same machine passes them on; '*': every name."""
     allowed_origins: list[str] = field(default_factory=list)
     """CORS origins; none: no CORS headers."""
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])
@@ -259,6 +267,9 @@ class ServerConfig:
     """No periodic status line."""
     disable_access_log: bool = False
     """No log line for each HTTP request."""
+    metrics_port: int | None = None
+    """Port of its own for /metrics and /health alone, which ask for no key there: for scrapers
+    that cannot send one."""
     metrics_compat: Literal["none", "vllm"] = "none"
     """vllm: export the metrics under vllm: too."""
     kv_cache_metrics: bool = False
@@ -299,7 +310,8 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All of it. `EngineConfig.of(model="x", block_size=32)` spreads flat keywords."""
+    """All of it. `EngineConfig.of(model="x", block_size=32)` spreads flat keywords. None means the
+    default of a setting; a value that cannot be used raises ValueError naming it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -309,6 +321,11 @@ class EngineConfig:
     fault: FaultConfig = field(default_factory=FaultConfig)
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        from jaxengine.settings.check import check_config
+
+        check_config(self)
 
     @staticmethod
     def of(**flat: Any) -> EngineConfig:

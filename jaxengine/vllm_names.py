@@ -7,7 +7,9 @@ Names: the reference of `vllm serve`, 0.32.
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -187,6 +189,28 @@ def translate(argv: list[str]) -> list[str]:
             if flag.takes_value and not equals:
                 next(rest, None)
     return words
+
+
+# What to use instead of vLLM's environment variables that people set most.
+_VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "kv_cache_memory_bytes",
+    "VLLM_LOGGING_LEVEL": "log_level",
+    "VLLM_HOST_IP": "master_addr",
+    "VLLM_CACHE_ROOT": "compilation_cache_dir",
+    "VLLM_ATTENTION_BACKEND": "attention_backend",
+}
+_OBEYED = ("VLLM_API_KEY",)  # by `server.keys`
+
+
+@functools.cache
+def note_vllm_environment() -> None:
+    """Say once, in one line, which of vLLM's environment variables are set and do nothing here."""
+    found = sorted(n for n in os.environ if n.startswith("VLLM_") and n not in _OBEYED)
+    if found:
+        named = [f"{n} (here {_VARIABLES[n]})" if n in _VARIABLES else n for n in found]
+        log.warning(
+            "these environment variables are vLLM's and do nothing here: %s", ", ".join(named)
+        )
 
 
 def keyword_problem(name: str) -> str:

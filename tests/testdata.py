@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import lzma
+import os
 import pathlib
 import shutil
 import tempfile
@@ -69,6 +70,12 @@ def tokenizer(name: str) -> pathlib.Path:
 def trace(name: str) -> pathlib.Path:
     """A trace of requests."""
     return find("traces", name)
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """The environment of a script that a test starts, which finds this module too."""
+    path = [str(DATA.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 
 import cyclopts
 
-from jaxengine.cli.options import Options, check, split_argv
+from jaxengine.cli.options import Options, said_in_flags, split_argv
 from jaxengine.config import PARTS, EngineConfig
 
 _ENGINE = "The engine's flags (jaxengine serve --help) are taken too, e.g. --block-size 32."
@@ -106,6 +106,5 @@ def engine_settings(words: Sequence[str]) -> dict[str, Any]:
 def engine_config(settings: dict[str, Any], **wanted: Any) -> EngineConfig:
     """The engine of a bench: what the bench wants, and above it what the user gave. Raises
     ValueError for a value out of range."""
-    config = EngineConfig.of(**{**wanted, **settings})
-    check(config)
-    return config
+    with said_in_flags():
+        return EngineConfig.of(**{**wanted, **settings})

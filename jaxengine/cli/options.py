@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_type_hints
 
@@ -14,7 +16,6 @@ from cyclopts import Group, Parameter
 
 from jaxengine.cli.counts import count_keys, count_words
 from jaxengine.config import (
-    HARMONY_PARSERS,
     PARTS,
     CacheConfig,
     DataParallelConfig,
@@ -25,10 +26,8 @@ from jaxengine.config import (
     RunnerConfig,
     SchedulerConfig,
     ServerConfig,
-    template_kwargs,
 )
-from jaxengine.frontend.pooling import pooling_settings
-from jaxengine.metrics.tracing import check_tracing
+from jaxengine.settings.check import SettingError, in_flags
 from jaxengine.vllm_names import translate, translate_keys
 
 # The order of `--help`: what most people set comes first.
@@ -99,69 +98,18 @@ def to_config(model: str | None, options: Options | None) -> EngineConfig:
         if chosen.model not in (ModelConfig().model, model):
             raise ValueError(f"two models are given: {model} and --model {chosen.model}")
         chosen = dataclasses.replace(chosen, model=model)
-    config = EngineConfig(**{name: getattr(options, name) for name in PARTS} | {"model": chosen})
-    check(config)
-    return config
+    with said_in_flags():
+        return EngineConfig(**{name: getattr(options, name) for name in PARTS} | {"model": chosen})
 
 
-_POSITIVE = (
-    "max_model_len",
-    "block_size",
-    "num_gpu_blocks_override",
-    "kv_cache_memory_bytes",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_request_bytes",
-    "api_server_count",
-    "stream_interval",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "attention_data_parallel_size",
-)
-_NOT_NEGATIVE = (
-    "long_prefill_token_threshold",
-    "max_num_queued_reqs",
-    "max_num_queued_tokens",
-    "shutdown_timeout",
-    "dbo_decode_token_threshold",
-    "dbo_prefill_token_threshold",
-)
-
-
-def check(config: EngineConfig) -> None:
-    """Raises ValueError naming the flag of the first value out of range."""
-    flat: dict[str, Any] = {}
-    for part in dataclasses.fields(config):
-        flat |= vars(getattr(config, part.name))
-    for name in _POSITIVE:
-        if flat[name] is not None and flat[name] < 1:
-            raise ValueError(f"{flag(name)} must be at least 1, got {flat[name]}")
-    for name in _NOT_NEGATIVE:
-        if flat[name] is not None and flat[name] < 0:
-            raise ValueError(f"{flag(name)} must not be negative, got {flat[name]}")
-    if not 0 < flat["gpu_memory_utilization"] <= 1:
-        given = flat["gpu_memory_utilization"]
-        raise ValueError(f"--gpu-memory-utilization must be above 0 and at most 1, got {given}")
-    if not 0 <= flat["watermark"] < 1:
-        raise ValueError(f"--watermark must be from 0 to below 1, got {flat['watermark']}")
-    if flat["enable_auto_tool_choice"] and flat["tool_call_parser"] is None:
-        raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
-    parsers = (config.server.reasoning_parser, config.server.tool_call_parser)
-    channels = [p in HARMONY_PARSERS for p in parsers if p is not None]
-    if any(channels) and not all(channels):
-        raise ValueError(
-            f"--reasoning-parser {parsers[0]} does not go with --tool-call-parser {parsers[1]}"
-        )
-    for name in ("api_key", "admin_api_key"):
-        if flat[name] == "":  # an unset shell variable must not open the server
-            raise ValueError(f"{flag(name)} must not be empty")
-    pooling_settings(config.model.pooler_config)
-    check_tracing(config.server.otlp_traces_endpoint)
-    template_kwargs(config.server.default_chat_template_kwargs)
-    if not 0 <= flat["port"] <= 65535:
-        raise ValueError(f"--port must be between 0 and 65535, got {flat['port']}")
-    if flat["max_logprobs"] < -1:
-        raise ValueError(f"--max-logprobs must be at least -1, got {flat['max_logprobs']}")
+@contextmanager
+def said_in_flags() -> Iterator[None]:
+    """Refusals of settings, in the words of who wrote them as flags."""
+    try:
+        yield
+    except SettingError as error:
+        names = [f.name for part in PARTS.values() for f in dataclasses.fields(part)]
+        raise ValueError(in_flags(str(error), names)) from None
 
 
 def flag(name: str) -> str:

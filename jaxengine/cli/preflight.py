@@ -17,26 +17,9 @@ _CACHE_ROOM = 64 * 2**20  # bytes: about one model's programs
 
 def preflight(config: EngineConfig) -> None:
     """Raises ValueError naming the setting or file at fault."""
-    _check_settings(config)
     _check_cache(config.runner.compilation_cache_dir)
     _check_template(config.model.chat_template)
     _check_model(config)
-
-
-def _check_settings(config: EngineConfig) -> None:
-    cache = config.cache
-    if config.scheduler.speculative_config is not None:
-        from jaxengine.speculate.config import parse_speculative_config
-
-        parse_speculative_config(config.scheduler.speculative_config)
-    if cache.kv_transfer_config is not None or cache.kv_offloading_size is not None:
-        from jaxengine.offload.config import parse_offload
-
-        parse_offload(cache.kv_transfer_config, cache.kv_offloading_size)
-    if cache.kv_events_config is not None:
-        from jaxengine.engine.kv_events import parse_kv_events_config
-
-        parse_kv_events_config(cache.kv_events_config)
 
 
 def _check_cache(setting: str | None) -> None:

@@ -90,6 +90,7 @@ async def _run(
     from jaxengine.engine.async_llm import AsyncLLM, EngineStartError
     from jaxengine.metrics.tracing import Tracer
     from jaxengine.server.app import build_app
+    from jaxengine.server.keys import keys_of
 
     try:
         engine = await AsyncLLM.start(config, core=core)
@@ -99,8 +100,8 @@ async def _run(
         if config.server.otlp_traces_endpoint is not None:
             engine.metrics.tracer = Tracer(config.server.otlp_traces_endpoint)
         app = build_app(engine, config)
-        key = config.server.api_key
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        key = keys_of(config.server).api
+        headers = {} if key is None else {"authorization": f"Bearer {key.decode("latin-1")}"}
         with tqdm(total=shown, unit="request", disable=shown is None, file=sys.stderr) as bar:
             return await _answer_all(app, headers, lines, out, concurrency, bar)
     finally:

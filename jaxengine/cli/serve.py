@@ -7,9 +7,6 @@ import logging
 from jaxengine.cli.preflight import preflight
 from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
-from jaxengine.engine.dp.modes import local_ranks
-from jaxengine.engine.fault.inject import parse_faults
-from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.progress import quiet_below
 from jaxengine.server.sockets import check_tls
 
@@ -17,11 +14,6 @@ from jaxengine.server.sockets import check_tls
 def run_server(config: EngineConfig, stub: bool = False) -> int:
     """Serve until told to stop; returns the exit code (see `jaxengine.server.run.serve`). Raises
     ValueError for settings that do not go together."""
-    local_ranks(config.data_parallel)
-    fault_settings(config.fault)
-    parse_faults(config.fault.inject_faults)
-    if config.fault.retry_aborted_requests and not config.fault.enable_fault_tolerance:
-        raise ValueError("--retry-aborted-requests needs --enable-fault-tolerance")
     check_tls(config.server)
     if config.server.api_server_count > 1 and config.fault.enable_fault_tolerance:
         raise ValueError("--api-server-count above 1 does not work with --enable-fault-tolerance")

@@ -22,12 +22,14 @@ from jaxengine.server import (
     scores,
 )
 from jaxengine.server.http_metrics import Observer
+from jaxengine.server.keys import keys_of
 from jaxengine.server.middleware import Gate, needs_key
 from jaxengine.server.state import ServerState
 
 
 def build_app(engine: AsyncLLM | None, config: EngineConfig) -> FastAPI:
-    """The app around `engine`. With None it answers 503 until `app.state.server.engine` is set."""
+    """The app around `engine`. With None it answers 503 until `app.state.server.engine` is set.
+    Raises ValueError for a key that cannot be read."""
     hidden = config.server.disable_fastapi_docs
     app = FastAPI(
         title="jaxengine",
@@ -51,8 +53,9 @@ def build_app(engine: AsyncLLM | None, config: EngineConfig) -> FastAPI:
     app.include_router(anthropic_messages.router)
     if config.fault.enable_fault_tolerance:
         app.include_router(fault.router)
-    openapi.install(app, lambda path: needs_key(config.server, path))
-    app.add_middleware(Gate, config=config.server)
+    keys = keys_of(config.server)
+    openapi.install(app, lambda path: needs_key(keys, path))
+    app.add_middleware(Gate, config=config.server, keys=keys)
     if config.server.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

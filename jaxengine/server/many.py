@@ -53,10 +53,11 @@ class ApiLaunch:
     """What an API process is told."""
 
     config: EngineConfig
-    listener: socket.socket
+    listeners: sockets.Listeners
     address: str
     index: int
     parent_pid: int
+    metrics: socket.socket | None = None  # where /metrics has a port of its own
 
 
 # -- an API process ------------------------------------------------------------------------------
@@ -69,7 +70,8 @@ def run_api(launch: ApiLaunch) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if launch.config.server.disable_access_log:
         logging.getLogger("jaxengine.access").setLevel(logging.WARNING)
-    launch.listener.setblocking(False)
+    for listener in launch.listeners:
+        listener.setblocking(False)
     sys.exit(uvicorn_loop().run(_answer(launch)))
 
 
@@ -97,7 +99,7 @@ async def _answer(launch: ApiLaunch) -> int:
         await made[0].call(SERVING)
 
     state = ServerState(launch.config, http=http, figures=made[0].figures, serving=serving)
-    return await answer(config, launch.listener, engine, None, state)
+    return await answer(config, launch.listeners, engine, None, state, launch.metrics)
 
 
 # -- the supervisor ------------------------------------------------------------------------------
@@ -106,12 +108,19 @@ async def _answer(launch: ApiLaunch) -> int:
 class _Children:
     """The API processes."""
 
-    def __init__(self, config: EngineConfig, listeners: list[socket.socket], address: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        processes: list[sockets.Listeners],
+        address: str,
+        metrics: socket.socket | None,
+    ) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.gone = asyncio.Event()  # one has ended
         self._all: list[BaseProcess] = []
-        for index, listener in enumerate(listeners):
-            launch = ApiLaunch(config, listener, address, index, os.getpid())
+        for index, listeners in enumerate(processes):
+            own = metrics if index == 0 else None
+            launch = ApiLaunch(config, listeners, address, index, os.getpid(), own)
             child = spawn.Process(target=run_api, args=(launch,), name=f"jaxengine-api{index}")
             child.start()
             self._all.append(child)
@@ -145,16 +154,21 @@ class _Children:
                 child.kill()
 
 
-async def supervise(config: EngineConfig, core: str, listeners: list[socket.socket]) -> int:
+async def supervise(
+    config: EngineConfig,
+    core: str,
+    listeners: list[sockets.Listeners],
+    metrics_socket: socket.socket | None = None,
+) -> int:
     """Run engines and API processes until told to stop; the exit code."""
     began = time.monotonic()
-    url = sockets.url_of(listeners[0], config.server)
+    url = sockets.url_of(listeners[0][0], config.server)
     log.info("listening on %s in %d processes; loading %s", url, len(listeners), config.model.model)
     length = config.model.max_model_len or 131072
     metrics = Metrics(served_name(config), length, local_ranks(config.data_parallel))
     hub = Hub(config, core, metrics, merge_texts)
     stop = asyncio.Event()
-    children = _Children(config, listeners, hub.address)
+    children = _Children(config, listeners, hub.address, metrics_socket)
     signals = 0
 
     def on_signal(number: int) -> None:

@@ -27,6 +27,7 @@ _KEYS: dict[str, dict[str, str]] = {
 _ERRORS = {
     400: "The request is not valid; `param` names the field.",
     401: "A valid key is needed.",
+    403: "The request comes from where the server takes none.",
     404: "There is no such model or object.",
     413: "The body is too large.",
     500: "The server failed at this request; its log has the details.",
@@ -61,10 +62,10 @@ class AnthropicErrorBody(BaseModel):
 
 
 def answers(*errors: int, body: type[BaseModel] = ErrorBody) -> Responses:
-    """The errors of a route. 401 and 500 are every route's."""
+    """The errors of a route. 401, 403 and 500 are every route's."""
     return {
         status: {"model": body, "description": _ERRORS[status]}
-        for status in sorted({401, 500, *errors})
+        for status in sorted({401, 403, 500, *errors})
     }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,7 +24,12 @@ from jaxengine.metrics.prometheus import Metrics
 from jaxengine.metrics.status import log_status
 from jaxengine.metrics.tracing import Tracer
 from jaxengine.server import sockets
+from jaxengine.server.hosts import is_loopback
+from jaxengine.server.http_protocol import BoundedProtocol
+from jaxengine.server.keys import keys_of
+from jaxengine.server.metrics_port import metrics_served
 from jaxengine.server.startup import startup_table
+from jaxengine.vllm_names import note_vllm_environment
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -35,6 +41,11 @@ log = logging.getLogger(__name__)
 DEATH_GRACE = 3.0  # seconds of 503 answers after the engine died, before the server gives up
 CLOSE_GRACE = 2  # seconds for connections to close once their requests are done
 EXIT_ERROR, EXIT_USAGE = 1, 2
+_MOST_FILES = 1 << 20
+_OPEN = (
+    "this server has no key and listens on %s: whoever reaches it can use it, and pause, put to "
+    "sleep or profile it; give --api-key-file, or the environment variable JAXENGINE_API_KEY"
+)
 
 
 class _Server(uvicorn.Server):
@@ -61,21 +72,38 @@ class _Server(uvicorn.Server):
 def serve(config: EngineConfig, core: str = wire.DEFAULT_CORE) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code: 0 after a clean stop, 1 when the
     engine failed, 2 when the configuration is at fault."""
+    keys = keys_of(config.server)
+    if keys.api is None and not (config.server.uds or is_loopback(config.server.host)):
+        log.warning(_OPEN, config.server.host)
+    note_vllm_environment()
+    raise_file_limit()
     count = config.server.api_server_count
+    where = sockets.address_of(config.server)
     try:
         listeners = sockets.listen(config.server, count)
+        where = f"port {config.server.metrics_port} (--metrics-port)"
+        metrics = sockets.listen_for_metrics(config.server)
     except OSError as error:
-        where = sockets.address_of(config.server)
         print(f"jaxengine: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
         return EXIT_ERROR
     try:
         if count > 1:
             from jaxengine.server.many import supervise
 
-            return uvicorn_loop().run(supervise(config, core, listeners))
-        return uvicorn_loop().run(_serve_alone(config, core, listeners[0]))
+            return uvicorn_loop().run(supervise(config, core, listeners, metrics))
+        return uvicorn_loop().run(_serve_alone(config, core, listeners[0], metrics))
     finally:
         sockets.close(listeners, config.server)
+        if metrics is not None:
+            metrics.close()
+
+
+def raise_file_limit() -> None:
+    """As many open files as this process may have: every connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def uvicorn_loop() -> asyncio.Runner:
@@ -84,20 +112,28 @@ def uvicorn_loop() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-async def _serve_alone(config: EngineConfig, core: str, listener: socket.socket) -> int:
-    url = sockets.url_of(listener, config.server)
-    return await answer(config, listener, AsyncLLM(config, core=core), url)
+async def _serve_alone(
+    config: EngineConfig,
+    core: str,
+    listeners: sockets.Listeners,
+    metrics: socket.socket | None,
+) -> int:
+    url = sockets.url_of(listeners[0], config.server)
+    engine = AsyncLLM(config, core=core)
+    return await answer(config, listeners, engine, url, metrics=metrics)
 
 
 async def answer(
     config: EngineConfig,
-    listener: socket.socket,
+    listeners: sockets.Listeners,
     engine: AsyncLLM,
     url: str | None,
     state: ServerState | None = None,
+    metrics: socket.socket | None = None,
 ) -> int:
-    """Answer HTTP on `listener` until told to stop; the exit code. `url` is None in one of several
-    processes, which leaves telling the world to its supervisor."""
+    """Answer HTTP on `listeners` until told to stop; the exit code. `url` is None in one of several
+    processes, which leaves telling the world to its supervisor. `metrics`: where /metrics has a
+    port of its own."""
     began = time.monotonic()
     starting = asyncio.create_task(engine.launch())
     # The engine's process starts while this one still imports its routes.
@@ -111,8 +147,8 @@ async def answer(
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=CLOSE_GRACE,
-            http="httptools",
-            root_path=config.server.root_path,
+            http=BoundedProtocol,
+            ws="none",
             **sockets.tls_options(config.server),
         )
     )
@@ -122,12 +158,15 @@ async def answer(
     server.supervised = url is None
     if url is not None:
         log.info("listening on %s; loading %s", url, config.model.model)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        return await _run(config, engine, app.state.server, server, url, serving, starting, began)
-    finally:
-        server.should_exit = True
-        await serving  # raises what ended it
+    serving = asyncio.create_task(server.serve(sockets=listeners))
+    async with metrics_served(metrics, app.state.server):
+        try:
+            return await _run(
+                config, engine, app.state.server, server, url, serving, starting, began
+            )
+        finally:
+            server.should_exit = True
+            await serving  # raises what ended it
 
 
 def _app(config: EngineConfig) -> FastAPI:

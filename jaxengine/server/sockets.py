@@ -3,32 +3,84 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import socket
 import ssl
 import stat
+from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.config import ServerConfig
 
+log = logging.getLogger(__name__)
+
 _BACKLOG = 2048
+# A name may stand for addresses of a kind that this machine does not have.
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+Listeners = list[socket.socket]
 
 
-def listen(config: ServerConfig, count: int = 1) -> list[socket.socket]:
-    """A listening socket for each of `count` processes: over TCP all on one port, where the kernel
-    spreads connections; a Unix socket is one that they share. Raises OSError."""
+def listen_for_metrics(config: ServerConfig) -> socket.socket | None:
+    """The socket of --metrics-port, on the first address of the host. Raises OSError."""
+    if config.metrics_port is None:
+        return None
+    host = "127.0.0.1" if config.uds is not None else config.host
+    return _bound_all(_addresses(host, config.metrics_port)[:1], False)[0]
+
+
+def listen(config: ServerConfig, count: int = 1) -> list[Listeners]:
+    """The listening sockets of each of `count` processes: one for each address that the host's name
+    stands for. Over TCP all processes share the ports, and the kernel spreads connections; a Unix
+    socket is one that they share. Raises OSError."""
     if config.uds is not None:
         _remove_stale(config.uds)
         shared = _bound(socket.AF_UNIX, config.uds, False)
-        return [shared, *(shared.dup() for _ in range(count - 1))]
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    first = _bound(family, (config.host, config.port), False)
+        return [[shared], *([shared.dup()] for _ in range(count - 1))]
+    first = _bound_all(_addresses(config.host, config.port), False)
     if count == 1:
         return [first]
     # The first refuses a port that is in use; the ones that share it may not.
-    address = (config.host, first.getsockname()[1])
-    first.close()
-    return [_bound(family, address, True) for _ in range(count)]
+    taken = [(listener.family, listener.getsockname()) for listener in first]
+    for listener in first:
+        listener.close()
+    return [[_bound(family, address, True) for family, address in taken] for _ in range(count)]
+
+
+def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """What a name or an address ([::1] too) stands for. Raises OSError."""
+    found = socket.getaddrinfo(
+        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    # IPv4 first: the first one is what people are shown
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def _bound_all(
+    addresses: Sequence[tuple[socket.AddressFamily, Any]], reuse_port: bool
+) -> Listeners:
+    """A socket for each address, on one port. Those that this machine does not have are left out,
+    if it has any of them."""
+    made: Listeners = []
+    missing: OSError | None = None
+    for family, address in addresses:
+        if made:  # port 0 is any free one, but one for all
+            address = (address[0], made[0].getsockname()[1], *address[2:])
+        try:
+            made.append(_bound(family, address, reuse_port))
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                for listener in made:
+                    listener.close()
+                raise
+            log.warning("%s is left out: %s", address[0], error.strerror or error)
+            missing = error
+    if not made and missing is not None:
+        raise missing
+    return made
 
 
 def _bound(family: socket.AddressFamily, address: Any, reuse_port: bool) -> socket.socket:
@@ -36,6 +88,9 @@ def _bound(family: socket.AddressFamily, address: Any, reuse_port: bool) -> sock
     try:
         if family != socket.AF_UNIX:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and address[0] != "::":
+            # an address of its own, which 127.0.0.1 can stand beside
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if reuse_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
@@ -61,10 +116,11 @@ def _remove_stale(path: str) -> None:
             os.unlink(path)
 
 
-def close(listeners: list[socket.socket], config: ServerConfig) -> None:
+def close(processes: list[Listeners], config: ServerConfig) -> None:
     """Close them, and remove a Unix socket's file."""
-    for listener in listeners:
-        listener.close()
+    for listeners in processes:
+        for listener in listeners:
+            listener.close()
     if config.uds is not None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(config.uds)
@@ -72,7 +128,10 @@ def close(listeners: list[socket.socket], config: ServerConfig) -> None:
 
 def address_of(config: ServerConfig) -> str:
     """What was asked for, for messages."""
-    return config.uds if config.uds is not None else f"{config.host}:{config.port}"
+    if config.uds is not None:
+        return config.uds
+    host = config.host.strip("[]")
+    return f"{f'[{host}]' if ':' in host else host}:{config.port}"
 
 
 def url_of(listener: socket.socket, config: ServerConfig) -> str:

@@ -86,9 +86,9 @@ def placement_of(request: Request, rank: int | None, user: str | None) -> Placem
 
 
 def body_size(request: Request) -> int:
-    """Bytes of the body as announced; 0 when it comes in chunks of unknown number."""
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isdecimal() else 0
+    """Bytes of the body, once it was read."""
+    size: int = request.scope.get("body_bytes", 0)
+    return size
 
 
 def request_id_of(request: Request, named: str | None = None) -> str:

@@ -1,12 +1,12 @@
 """Case B74: dual-batch overlap never changes a token, whatever the split falls on."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from testdata import child_environment
 
 HERE = pathlib.Path(__file__).parent
 
@@ -14,7 +14,7 @@ HERE = pathlib.Path(__file__).parent
 @pytest.mark.timeout(600)
 def test_b74_halves_change_nothing() -> None:
     # Compiling is what takes time here.
-    env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    env = child_environment(XLA_FLAGS="--xla_backend_optimization_level=0")
     done = subprocess.run(
         [sys.executable, str(HERE / "dbo_runs.py")],
         capture_output=True, text=True, timeout=590, cwd=HERE, env=env,

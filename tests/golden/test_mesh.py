@@ -3,12 +3,12 @@ parallelism and mixtures, with and without dual-batch overlap, through every exc
 can run."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from testdata import child_environment
 
 HERE = pathlib.Path(__file__).parent
 DBO = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
@@ -57,7 +57,7 @@ ALL += [case(family, tensor, data) for family in MOE for tensor, data in ((2, 1)
 
 def check(cases: list[dict], timeout: float) -> None:
     # Compiling is what takes time here.
-    env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    env = child_environment(XLA_FLAGS="--xla_backend_optimization_level=0")
     done = subprocess.run(
         [sys.executable, str(HERE / "mesh_cases.py")],
         input=json.dumps(cases), capture_output=True, text=True, timeout=timeout, cwd=HERE, env=env,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from testdata import child_environment
 
 HERE = pathlib.Path(__file__).parent
 ENV_SETUP = "import os; os.environ['JAX_PLATFORMS'] = 'cpu'\n"
@@ -57,6 +58,7 @@ def run_two(case: dict) -> None:
                 stderr=subprocess.PIPE,
                 text=True,
                 cwd=HERE,
+                env=child_environment(),
             )
         )
     try:

@@ -1,0 +1,1 @@
+"""Settings: whether their values make sense, whoever gives them."""
