@@ -84,28 +84,33 @@ def build_offload(
     )
     counters = Counters()
     pool = PagePool(num_slots, layout.slot_bytes, shared)
+    tiers: list[TierWorker] = []
     try:
         host = HostTier(pool, policy)
         server = None
-        tiers = _tiers(config, namespace, counters)
+        tiers += _tiers(config, namespace, layout.slot_bytes, counters)
         if config.p2p is not None and config.p2p.bind is not None:
             server = PeerServer(
                 config.p2p.bind, host, namespace, layout.page_bytes, counters, config.p2p.lease
             )
     except BaseException:
+        for tier in tiers:
+            tier.close()
         pool.close()
         raise
     manager = OffloadManager(host, tiers, layout.page_bytes, counters)
     return Offload(OffloadingConnector(config, planner, manager), pool, layout, server)
 
 
-def _tiers(config: OffloadConfig, namespace: bytes, counters: Counters) -> list[TierWorker]:
+def _tiers(
+    config: OffloadConfig, namespace: bytes, page_bytes: int, counters: Counters
+) -> list[TierWorker]:
     """Nearest first: a neighbour's memory is asked before the object store."""
     stores: list[tuple[str, FsStore | PeerStore | ObjectStore]] = []
     if config.fs_path is not None:
         stores.append(("fs", FsStore(config.fs_path, namespace, config.fs_bytes, counters)))
     if config.p2p is not None and config.p2p.peers:
-        stores.append(("p2p", PeerStore(config.p2p, namespace, counters)))
+        stores.append(("p2p", PeerStore(config.p2p, namespace, counters, page_bytes)))
     if config.object_store_url is not None:
         opened = open_store(
             config.object_store_url, config.object_store_options, config.object_store_timeout

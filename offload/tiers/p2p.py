@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import zmq
 
@@ -19,7 +18,10 @@ from jaxengine.offload.host_pool import Bytes
 from jaxengine.offload.keys import OffloadKey
 from jaxengine.offload.tiers.host import State
 from jaxengine.offload.tiers.p2p_messages import (
+    MAX_ANSWER_BYTES,
+    MAX_CONTROL_BYTES,
     MAX_KEYS,
+    BadMessage,
     Fetch,
     Found,
     Lookup,
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 
 ASK_AGAIN = 0.02  # seconds, while a peer still writes the block
 REMEMBERED = 4 * MAX_KEYS
+WAITING = 4  # late answers that may wait in a socket
+_STATES = frozenset(State)
 
 
 class _Silent(Exception):
@@ -50,7 +54,11 @@ class PeerStore:
 
     writable = False
 
-    def __init__(self, config: PeerConfig, namespace: bytes, counters: Counters) -> None:
+    def __init__(
+        self, config: PeerConfig, namespace: bytes, counters: Counters, page_bytes: int
+    ) -> None:
+        """page_bytes: of the largest page; a peer that sends more at once is cut off."""
+        self._max_frame = max(page_bytes, MAX_CONTROL_BYTES)
         self._config = config
         self._namespace = namespace
         self._counters = counters
@@ -104,8 +112,12 @@ class PeerStore:
                 answer, _ = self._call(
                     peer, Lookup(number, self._name, self._namespace, keys), deadline
                 )
-                if not isinstance(answer, Found) or len(answer.states) != len(keys):
-                    raise _Silent("it answered something else than asked")
+                if (
+                    not isinstance(answer, Found)
+                    or len(answer.states) != len(keys)
+                    or not _STATES.issuperset(answer.states)
+                ):
+                    raise self._nonsense("it answered something else than asked")
             except _Silent as error:
                 self._mark_down(peer, error)
                 return []
@@ -118,7 +130,21 @@ class PeerStore:
     def _fetch(
         self, peer: str, wanted: list[tuple[int, OffloadKey, Bytes]], ok: list[bool]
     ) -> None:
+        """Fill the pages that the peer gives, in as many requests as it answers whole."""
         deadline = time.monotonic() + self._config.fetch_timeout
+        while wanted and self._is_up(peer):
+            sizes = itertools.accumulate(target.nbytes for _, _, target in wanted)
+            count = max(1, sum(size <= MAX_ANSWER_BYTES for size in sizes))
+            self._fetch_some(peer, wanted[:count], ok, deadline)
+            wanted = wanted[count:]
+
+    def _fetch_some(
+        self,
+        peer: str,
+        wanted: list[tuple[int, OffloadKey, Bytes]],
+        ok: list[bool],
+        deadline: float,
+    ) -> None:
         keys = [key for _, key, _ in wanted]
         number = next(self._numbers)
         try:
@@ -126,7 +152,9 @@ class PeerStore:
                 peer, Fetch(number, self._name, self._namespace, keys), deadline
             )
             if not isinstance(answer, Pages) or len(answer.digests) != len(keys):
-                raise _Silent("it answered something else than asked")
+                raise self._nonsense("it answered something else than asked")
+            if sum(map(bool, answer.digests)) != len(pages):
+                raise self._nonsense("it sent more or fewer pages than it said")
         except _Silent as error:
             self._mark_down(peer, error)
             return
@@ -135,7 +163,7 @@ class PeerStore:
             if not digest:
                 self._counters.add("p2p_vanished")
                 continue
-            page = next(frames, b"")
+            page = next(frames)
             if len(page) != target.nbytes or page_digest(key, memoryview(page)) != digest:
                 self._counters.add("p2p_damaged")
                 continue
@@ -146,8 +174,8 @@ class PeerStore:
         self, peer: str, message: Lookup | Fetch, deadline: float
     ) -> tuple[Message, list[bytes]]:
         """Raises _Silent. Late answers to earlier calls are skipped."""
-        socket = self._socket(peer)
         try:
+            socket = self._socket(peer)
             socket.send(encode(message), zmq.NOBLOCK)
             while True:
                 left = deadline - time.monotonic()
@@ -161,22 +189,31 @@ class PeerStore:
                     self._counters.add("p2p_refused")
                     with self._lock:
                         self._down[peer] = float("inf")
-                    raise _Silent(f"it refuses: {answer.reason}")
+                    raise _Silent(f"it refuses: {answer.reason[:200]!r}")
                 return answer, frames[1:]
-        except (zmq.ZMQError, msgspec.DecodeError) as error:
+        except BadMessage as error:
+            self._drop_socket(peer)
+            raise self._nonsense(f"what it sent is no message: {str(error)[:200]!r}") from error
+        except zmq.ZMQError as error:
             self._drop_socket(peer)
             raise _Silent(str(error)) from error
         except _Silent:
             self._drop_socket(peer)
             raise
 
+    def _nonsense(self, what: str) -> _Silent:
+        self._counters.add("p2p_garbage")
+        return _Silent(what)
+
     def _socket(self, peer: str) -> zmq.Socket[bytes]:
         sockets: dict[str, zmq.Socket[bytes]] = self._local.__dict__.setdefault("sockets", {})
         if peer not in sockets:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
             socket.linger = 0
+            socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame)
+            socket.setsockopt(zmq.RCVHWM, WAITING)
+            sockets[peer] = socket  # before it connects: `_drop_socket` closes it
             socket.connect(peer)
-            sockets[peer] = socket
         return sockets[peer]
 
     def _drop_socket(self, peer: str) -> None:

@@ -12,82 +12,40 @@ import time
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
+from offload_peers import (
+    PAGE,
+    SPACE,
+    client,
+    count,
+    fetch,
+    host_with,
+    key_of,
+    keys,
+    page_of,
+    serve,
+    wait_until,
+)
 
 from jaxengine.offload.config import PeerConfig
 from jaxengine.offload.counters import Counters
-from jaxengine.offload.host_pool import PagePool
-from jaxengine.offload.keys import make_key, namespace_key
-from jaxengine.offload.policies import make_policy
-from jaxengine.offload.tiers.host import HostTier
+from jaxengine.offload.keys import namespace_key
 from jaxengine.offload.tiers.p2p import PeerStore
 from jaxengine.offload.tiers.p2p_messages import Found, Pages, decode
-from jaxengine.offload.tiers.p2p_server import PeerServer
-
-PAGE = 4096
-SPACE = namespace_key({"model": "test"})
-
-
-def key_of(i: int) -> bytes:
-    return make_key(i.to_bytes(32, "big"), 0)
-
-
-def page_of(i: int) -> np.ndarray:
-    return np.random.default_rng(i).integers(0, 256, PAGE, np.uint8)
-
-
-def host_with(count: int) -> HostTier:
-    host = HostTier(PagePool(count, PAGE), make_policy("lru", count))
-    reserved = host.reserve([key_of(i) for i in range(count)])
-    assert reserved is not None
-    for i, slot in enumerate(reserved.slots):
-        host.pool.view(slot)[:] = page_of(i)
-    host.commit(reserved.slots, True)
-    return host
-
-
-def serve(host: HostTier, space: bytes = SPACE, lease: float = 30.0) -> PeerServer:
-    return PeerServer("tcp://127.0.0.1:*", host, space, lambda group: PAGE, Counters(), lease)
-
-
-def client(*peers: str, retry_after: float = 30.0) -> PeerStore:
-    config = PeerConfig(peers=peers, lookup_timeout=0.3, fetch_timeout=0.5, retry_after=retry_after)
-    return PeerStore(config, SPACE, Counters())
-
-
-def count(store: PeerStore, name: str) -> float:
-    return store._counters.get(name)
-
-
-def fetch(store: PeerStore, numbers: range) -> list[bool]:
-    pages = [np.zeros(PAGE, np.uint8) for _ in numbers]
-    found = store.read([key_of(i) for i in numbers], pages)
-    for i, there, page in zip(numbers, found, pages, strict=True):
-        assert not there or (page == page_of(i)).all()
-    return found
-
-
-def keys(numbers: range) -> list[bytes]:
-    return [key_of(i) for i in numbers]
-
-
-def wait_until(condition: object, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_blocks_from_two_peers_and_leases() -> None:
-    first, second = host_with(4), host_with(8)
+    first, second = host_with(8), host_with(16)
     servers = [serve(first), serve(second)]
     store = client(*[server.endpoint for server in servers])
-    assert store.contains(keys(range(10)), True) == [True] * 8 + [False] * 2
-    assert first.num_busy == 4 and second.num_busy == 4  # kept for us
+    written = first.reserve(keys(range(40, 44)))  # evicts 0 .. 3
+    assert written is not None
+    assert store.contains(keys(range(10)), True) == [True] * 10
+    assert first.num_busy == 8 and second.num_busy == 6  # four are being written, ten kept
     assert first.reserve([key_of(50)]) is None  # not even for a store of their own
-    assert fetch(store, range(10)) == [True] * 8 + [False] * 2
+    assert fetch(store, range(10)) == [True] * 10
+    first.commit(written.slots, False)
     assert first.num_busy == second.num_busy == 0
     for server in servers:
         server.close()
@@ -178,7 +136,7 @@ def test_wrong_bytes_and_wrong_answers(liar: tuple[str, dict[str, object]]) -> N
         if type(message).__name__ == "Lookup":
             return [encode(Found(message.number, b"\x02" * 3))]  # type: ignore[attr-defined]
         digests = [b"d" * 16, b"e" * 16, b"f" * 16]
-        pages = [page_of(0).tobytes(), b"short"]
+        pages = [page_of(0).tobytes(), b"short", b""]
         return [encode(Pages(message.number, digests)), *pages]  # type: ignore[attr-defined]
 
     how["answer"] = lies
@@ -214,7 +172,7 @@ def test_a_silent_peer_costs_one_wait(liar: tuple[str, dict[str, object]]) -> No
 
 SERVER = """
 import sys, time
-from test_offload_p2p import host_with, serve
+from offload_peers import host_with, serve
 server = serve(host_with(64))
 print(server.endpoint, flush=True)
 time.sleep(60)
@@ -236,6 +194,7 @@ def test_a_peer_process_dies_between_lookup_and_fetch(sent: signal.Signals) -> N
             PeerConfig(peers=(process.stdout.readline().strip(),), fetch_timeout=0.5),
             SPACE,
             Counters(),
+            PAGE,
         )
         assert all(store.contains(keys(range(64)), True))
         assert all(fetch(store, range(32)))
