@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxengine.json_setting import json_object
+from jaxengine.offload.addresses import check_address
 
 GIB = 2**30
 
@@ -24,7 +26,7 @@ class OffloadPolicy(enum.Enum):
 class PeerConfig:
     """Sharing with other engines. Addresses are ZMQ endpoints, as tcp://127.0.0.1:5710."""
 
-    bind: str | None = None  # serve our host memory here
+    bind: str | None = None  # serve our host memory here, on this interface only
     peers: tuple[str, ...] = ()  # ask these, in this order
     lookup_timeout: float = 1.0  # seconds
     fetch_timeout: float = 5.0
@@ -90,7 +92,7 @@ _EXTRA: dict[str, type | tuple[type, ...]] = {
     "lookup_timeout": (int, float),
 }
 _PEER: dict[str, type | tuple[type, ...]] = {
-    "bind": str,
+    "bind": (str, int),
     "peers": list,
     "lookup_timeout": (int, float),
     "fetch_timeout": (int, float),
@@ -110,7 +112,7 @@ def parse_offload(
     if kv_transfer_config is None:
         if kv_offloading_size is None:
             return None
-        if kv_offloading_size <= 0:
+        if not 0 < kv_offloading_size < math.inf:
             raise ValueError(
                 f"kv_offloading_size must be more than 0 GiB, got {kv_offloading_size}"
             )
@@ -159,8 +161,8 @@ def _extra(
         raise ValueError(f"{where}: cpu_bytes_to_use is missing")
     cpu_bytes = values.pop("cpu_bytes_to_use")
     policy = values.pop("offload_policy", OffloadPolicy.BLOCK_LEVEL.value)
-    if policy not in OffloadPolicy.__members__:
-        known = ", ".join(OffloadPolicy.__members__)
+    if policy.upper() not in OffloadPolicy.__members__:
+        known = ", ".join(OffloadPolicy.__members__).lower()
         raise ValueError(f"{where}: offload_policy must be one of {known}, got {policy!r}")
     if "object_store_options" in values:
         options = values["object_store_options"]
@@ -168,11 +170,11 @@ def _extra(
     if "p2p" in values:
         values["p2p"] = _peers(values["p2p"])
     for name, value in {**values, "cpu_bytes_to_use": cpu_bytes}.items():
-        if type(value) in (int, float) and value <= 0:
+        if type(value) in (int, float) and not 0 < value < math.inf:
             raise ValueError(f"{where}: {name} must be more than 0, got {value}")
     return OffloadConfig(
         cpu_bytes=cpu_bytes,
-        policy=OffloadPolicy[policy],
+        policy=OffloadPolicy[policy.upper()],
         load_failure_policy=failure,
         stores=stores,
         loads=loads,
@@ -183,15 +185,21 @@ def _extra(
 def _peers(fields: Mapping[str, Any]) -> PeerConfig:
     _refuse_unknown(fields, set(_PEER), "p2p")
     values = _typed(fields, _PEER, "p2p")
-    peers = values.pop("peers", [])
+    peers, bind = values.pop("peers", []), values.pop("bind", None)
     if not all(isinstance(peer, str) for peer in peers):
         raise ValueError(f"p2p: peers must be a list of addresses, got {peers!r}")
     for name, value in values.items():
-        if not isinstance(value, str) and value <= 0:
+        if not 0 < value < math.inf:
             raise ValueError(f"p2p: {name} must be more than 0 seconds, got {value}")
-    if not peers and "bind" not in values:
+    if isinstance(bind, int):  # a port alone: nobody but this machine
+        bind = f"tcp://127.0.0.1:{bind}"
+    if bind is not None:
+        check_address(bind, "p2p: bind", bind=True)
+    for peer in peers:
+        check_address(peer, "p2p: peers", bind=False)
+    if not peers and bind is None:
         raise ValueError("p2p: give bind, to serve others, or peers, to ask them")
-    return PeerConfig(peers=tuple(peers), **values)
+    return PeerConfig(bind=bind, peers=tuple(peers), **values)
 
 
 def _check_roles(config: OffloadConfig) -> None:

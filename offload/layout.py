@@ -90,13 +90,3 @@ class KVLayout:
         facts = asdict(self)
         latent = facts.pop("kind") == "latent"
         return {**facts, "layer_group": list(self.layer_group), "latent": latent}
-
-
-def is_writer(page: int, num_holders: int, holder: int) -> bool:
-    """Whether rank `holder` of the `num_holders` that hold equal bytes writes page `page`.
-
-    Exactly one of them does, and the work is spread evenly. Raises ValueError for a wrong rank.
-    """
-    if not 0 <= holder < num_holders:
-        raise ValueError(f"holder must be in [0, {num_holders}), got {holder}")
-    return page % num_holders == holder

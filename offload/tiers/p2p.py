@@ -212,6 +212,7 @@ class PeerStore:
             socket.linger = 0
             socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame)
             socket.setsockopt(zmq.RCVHWM, WAITING)
+            socket.setsockopt(zmq.IPV6, int("[" in peer))
             sockets[peer] = socket  # before it connects: `_drop_socket` closes it
             socket.connect(peer)
         return sockets[peer]

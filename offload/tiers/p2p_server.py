@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import zmq
 
+from jaxengine.offload.addresses import is_local
 from jaxengine.offload.counters import Counters
 from jaxengine.offload.keys import OffloadKey, group_of
 from jaxengine.offload.seldom import SeldomLog
@@ -70,12 +71,15 @@ class PeerServer:
         self._socket.setsockopt(zmq.SNDHWM, WAITING)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is an error
         self._socket.setsockopt(zmq.TCP_MAXRT, int(stall * 1000))
+        self._socket.setsockopt(zmq.IPV6, int("[" in bind))
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self._socket.close()
             raise ValueError(f"p2p.bind: cannot listen on {bind}: {error}") from None
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if not is_local(bind):
+            log.warning("p2p: whoever reaches %s can read the KV of cached prompts", bind)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-p2p-server", daemon=True)
         self._thread.start()

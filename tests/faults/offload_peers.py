@@ -45,12 +45,11 @@ def serve(
     space: bytes = SPACE,
     lease: float = 30.0,
     page_bytes: int = PAGE,
+    bind: str = "tcp://127.0.0.1:*",
     **limits: Any,
 ) -> PeerServer:
     counters = Counters()
-    return PeerServer(
-        "tcp://127.0.0.1:*", host, space, lambda group: page_bytes, counters, lease, **limits
-    )
+    return PeerServer(bind, host, space, lambda group: page_bytes, counters, lease, **limits)
 
 
 def client(*peers: str, retry_after: float = 30.0, patience: float = 0.3) -> PeerStore:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import pathlib
+import socket
+import threading
 from typing import Any
 
 import pytest
 from offload_engine import config_for, layout_for, planner_config
 
+from jaxengine.offload.addresses import is_local
 from jaxengine.offload.build import build_offload
-from jaxengine.offload.config import GIB, OffloadPolicy, parse_offload
+from jaxengine.offload.config import GIB, OffloadPolicy, PeerConfig, parse_offload
 
 GOOD: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",
@@ -71,6 +74,15 @@ def test_the_documented_forms() -> None:
         (with_extra(p2p={"bnd": ""}), "p2p: unknown field 'bnd'"),
         (with_extra(p2p={}), "p2p: give bind"),
         (with_extra(p2p={"bind": "x", "lease": -1}), "p2p: lease must be more than 0"),
+        (with_extra(p2p={"bind": 5710, "lease": float("nan")}), "p2p: lease must be more than 0"),
+        (with_extra(lookup_timeout=float("inf")), "lookup_timeout must be more than 0"),
+        (with_extra(p2p={"bind": "x"}), "p2p: bind must be an address like tcp://127.0.0.1:5710"),
+        (with_extra(p2p={"bind": 70_000}), "p2p: bind: 70000 is no port"),
+        (with_extra(p2p={"bind": True}), "p2p: bind has the wrong type"),
+        (with_extra(p2p={"peers": ["a:5710"]}), "p2p: peers must be an address"),
+        (with_extra(p2p={"peers": ["tcp://a"]}), "p2p: peers must be an address"),
+        (with_extra(p2p={"peers": ["tcp://a:*"]}), "p2p: peers: \\* is no port"),
+        (with_extra(p2p={"peers": [5710]}), "p2p: peers must be a list of addresses"),
         ({**with_extra(), "kv_connector": "P2PConnector"}, "needs p2p.bind"),
     ],
 )
@@ -79,8 +91,53 @@ def test_mistakes_are_named(config: Any, text: str) -> None:
         parse_offload(config)
     with pytest.raises(ValueError, match="not both"):
         parse_offload(GOOD, 1.0)
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
+def test_sizes_that_are_none(size: float) -> None:
     with pytest.raises(ValueError, match="more than 0 GiB"):
-        parse_offload(None, 0)
+        parse_offload(None, size)
+
+
+@pytest.mark.parametrize("policy", OffloadPolicy)
+def test_policies_in_any_spelling(policy: OffloadPolicy) -> None:
+    for spelling in (policy.value, policy.value.lower(), policy.value.capitalize()):
+        config = parse_offload(with_extra(offload_policy=spelling))
+        assert config is not None and config.policy is policy
+
+
+def test_peers_share_on_this_machine_unless_told_otherwise() -> None:
+    addresses = {
+        5710: "tcp://127.0.0.1:5710",
+        "tcp://127.0.0.1:*": "tcp://127.0.0.1:*",
+        "tcp://*:5710": "tcp://*:5710",
+        "ipc:///run/kv": "ipc:///run/kv",
+    }
+    for given, used in addresses.items():
+        config = parse_offload(with_extra(p2p={"bind": given}))
+        assert config is not None and config.p2p is not None and config.p2p.bind == used
+    config = parse_offload(with_extra(p2p={"peers": ["tcp://node-1:5710", "tcp://[::1]:1"]}))
+    assert config is not None and config.p2p is not None and config.p2p.bind is None
+
+
+def test_who_is_let_in() -> None:
+    local = ["tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1", "ipc:///run/kv"]
+    assert all(is_local(address) for address in local)
+    others = ["tcp://*:1", "tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "tcp://127.0.0.1.example:1"]
+    assert not any(is_local(address) for address in others)
+
+
+def test_a_start_that_fails_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
+    planner = planner_config(8)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        p2p = PeerConfig(bind=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        config = config_for(4, planner, fs_path=str(tmp_path), p2p=p2p)
+        with pytest.raises(ValueError, match=r"p2p\.bind: cannot listen on"):
+            build_offload(config, layout_for(planner), planner, {})
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-fs")]
 
 
 def test_what_cannot_work_together(tmp_path: pathlib.Path) -> None:
