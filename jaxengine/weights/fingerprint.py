@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from jaxengine.weights.resolve import ModelFiles
+from jaxengine.weights.safetensors import weight_files
 
 _SAMPLES, _BYTES = 32, 4096
 
@@ -28,5 +29,5 @@ def fingerprint(files: ModelFiles) -> str:
 
 def _weight_files(files: ModelFiles) -> list[Path]:
     if files.kind == "hf":
-        return sorted(files.path.glob("*.safetensors"))
+        return weight_files(files.path)
     return sorted(files.paths)

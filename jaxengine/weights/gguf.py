@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.weights.values import integer
 
 _SCALARS = {
     0: "B",
@@ -177,14 +178,14 @@ def read_gguf(paths: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, GGUFTe
     for i, path in enumerate(paths):
         part, num_tensors, end = _read_header(path)
         metadata = metadata or dict(part)
-        splits = int(part.get("split.count", 0)) or len(paths)
-        if splits != len(paths) or int(part.get("split.no", i)) != i:
+        splits = integer(part.get("split.count")) or len(paths)
+        if splits != len(paths) or part.get("split.no", i) != i:
             raise ModelLoadError(
                 f"{path} is one of {splits} parts: name the files NAME-00001-of-..."
             )
         cursor = _open(path)[0]
         cursor.at = end
-        for tensor in _index(cursor, num_tensors, int(part.get("general.alignment", 32))):
+        for tensor in _index(cursor, num_tensors, integer(part.get("general.alignment")) or 32):
             if tensor.name in tensors:
                 raise ModelLoadError(f"{path} holds tensor {tensor.name} a second time")
             tensors[tensor.name] = tensor

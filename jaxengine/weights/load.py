@@ -22,6 +22,7 @@ from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.progress import progress_bar
 from jaxengine.weights import gguf
 from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.weights.head import settle_head, with_embeddings
 from jaxengine.weights.naming import expected_shapes, find
 from jaxengine.weights.resolve import ModelFiles
 from jaxengine.weights.sources import Source, checkpoint_sources
@@ -33,6 +34,7 @@ DTYPES: dict[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
     "float16": np.float16,
 }
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 _CHUNK = 2**22  # elements read, dequantised and cast at a time, per thread
 _AHEAD = 2**25  # elements of finished or started leaves that wait for `put`
 # stored by some exporters and computed by everyone, or parts of a larger model that are not text;
@@ -57,22 +59,27 @@ class _Load:
 
 
 def load_spec(files: ModelFiles) -> DecoderSpec:
-    """The model as data. Raises ModelLoadError, UnsupportedModelError."""
+    """The model as data: its configuration, and whether its head is the embeddings by what the
+    files hold. Raises ModelLoadError, UnsupportedModelError."""
     if files.kind == "hf":
-        return spec_from_config(files.config or {})
+        return settle_head(files, spec_from_config(files.config or {}))
     metadata, tensors = gguf.read_gguf(files.paths)
     factors = tensors.get(gguf_names.ROPE_FACTORS)
     rope = None if factors is None else gguf.read_rows(factors, 0, factors.shape[0])
-    return spec_from_gguf(metadata, {n: t.shape for n, t in tensors.items()}, rope)
+    spec = spec_from_gguf(metadata, {n: t.shape for n, t in tensors.items()}, rope)
+    return settle_head(files, spec)
 
 
 def checkpoint_dtype(files: ModelFiles) -> str:
     """float32, bfloat16 or float16 as config.json says, or else the commonest type stored;
     "quantized" for a GGUF file whose matrices are mostly blocks."""
     config = files.config or {}
-    named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    if named in DTYPES:
-        return named
+    inner = config.get("text_config") or {}
+    for name in (of.get(key) for of in (config, inner) for key in ("dtype", "torch_dtype")):
+        named = str(name or "").removeprefix("torch.").lower()
+        named = _SHORT.get(named, named)
+        if named in DTYPES:
+            return named
     short = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
     sizes: Counter[str] = Counter()
     for source in checkpoint_sources(files).values():
@@ -163,7 +170,7 @@ def _copy(source: Source, start: int, stop: int, out: np.ndarray) -> None:
 
 def _loads(files: ModelFiles, spec: DecoderSpec) -> list[_Load]:
     """All leaves with checked sources; a missing tensor or wrong shape raises, extra ones warn."""
-    have = checkpoint_sources(files, spec)
+    have = with_embeddings(checkpoint_sources(files, spec), files, spec)
     family = family_of(spec)
     loads: list[_Load] = []
     used: set[str] = set()

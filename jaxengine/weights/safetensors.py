@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ _DTYPES: dict[str, Any] = {
 }
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 INDEX = "model.safetensors.index.json"
+_PART = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.safetensors$", re.I)
+_POINTER = b"version https://git-lfs"  # what Git leaves where a large file was not fetched
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX
     if index.is_file():
         return _read_indexed(index)
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if len(files) > 1 and (folder / "model.safetensors").is_file():
         files = [folder / "model.safetensors"]  # others are copies or adapters
     if not files:
@@ -57,6 +60,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
                 f"{folder} has only pickled weights (.bin): convert them to .safetensors"
             )
         raise ModelLoadError(f"{folder} has no .safetensors file")
+    _check_parts(files)
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         for name, tensor in read_header(path).items():
@@ -64,6 +68,22 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
                 raise ModelLoadError(f"{path} holds tensor {name} a second time")
             tensors[name] = tensor
     return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's .safetensors files; the case of the suffix does not matter."""
+    files = (p for p in folder.iterdir() if p.suffix.lower() == ".safetensors")
+    return sorted(p for p in files if not p.name.startswith("."))
+
+
+def _check_parts(files: list[Path]) -> None:
+    """Files named NAME-00001-of-00003 without an index: all of them must be there."""
+    found = {(m["stem"], m["count"], m["no"]) for f in files if (m := _PART.match(f.name))}
+    for stem, count in sorted({(stem, count) for stem, count, _ in found}):
+        for i in range(1, int(count) + 1):
+            if (stem, count, f"{i:05d}") not in found:
+                name = f"{stem}-{i:05d}-of-{count}.safetensors"
+                raise ModelLoadError(f"{files[0].parent} lacks {name}, a part of the model")
 
 
 def _read_indexed(index: Path) -> dict[str, StoredTensor]:
@@ -86,15 +106,12 @@ def _read_indexed(index: Path) -> dict[str, StoredTensor]:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Tensors of one file. Raises ModelLoadError for a truncated or malformed file."""
-    size = path.stat().st_size
-    with path.open("rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise ModelLoadError(f"{path} is truncated or no safetensors file")
-        try:
-            header = json.loads(f.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError) as e:
-            raise ModelLoadError(f"{path} has a damaged header: {e}") from e
+    size, text = _header(path)
+    length = len(text)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as e:  # also text that is not UTF-8
+        raise ModelLoadError(f"{path} has a damaged header: {e}") from e
     tensors: dict[str, StoredTensor] = {}
     if not isinstance(header, dict):
         raise ModelLoadError(f"{path} has a damaged header: not an object")
@@ -112,6 +129,21 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise ModelLoadError(f"{path} has a damaged header: size of tensor {name}")
         tensors[name] = StoredTensor(name, shape, dtype, path, 8 + length + begin)
     return tensors
+
+
+def _header(path: Path) -> tuple[int, bytes]:
+    """The file's size, and the text that describes its tensors."""
+    try:
+        with path.open("rb") as f:
+            size, first = path.stat().st_size, f.read(8)
+            length = int.from_bytes(first, "little")
+            if size >= 8 and length <= min(size - 8, _MAX_HEADER):
+                return size, f.read(length)
+            if (first + f.read(len(_POINTER))).startswith(_POINTER):
+                raise ModelLoadError(f"{path} is a Git LFS pointer: fetch the file itself")
+    except OSError as e:
+        raise ModelLoadError(f"{path} cannot be read: {e}") from e
+    raise ModelLoadError(f"{path} is truncated or no safetensors file")
 
 
 def read_rows(tensor: StoredTensor, start: int, stop: int, *, packed: bool = False) -> np.ndarray:

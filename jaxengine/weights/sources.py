@@ -44,7 +44,7 @@ def checkpoint_sources(files: ModelFiles, spec: DecoderSpec | None = None) -> di
             out[name] = Source(stored_name, t.shape, t.path, t.dtype, read)
         return out
     metadata, tensors = gguf.read_gguf(files.paths)
-    swap = spec is not None and metadata.get("general.architecture") in gguf_names.PERMUTED
+    swap = spec is not None and gguf_names.architecture(metadata) in gguf_names.PERMUTED
     out = {}
     for name, tensor in tensors.items():
         of_heads = swap and re.search(r"\.attn_[qk]\.(weight|bias)$", name)

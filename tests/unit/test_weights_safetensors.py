@@ -165,11 +165,13 @@ def test_b70_extra_tensors(copy: pathlib.Path, caplog: pytest.LogCaptureFixture)
     assert "1 unknown tensors ignored, first model.vision.weight" in caplog.text
 
 
-def test_b70_head_beside_tied_embeddings(
+def test_b70_copy_of_tied_embeddings(
     copy: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Other heads: tests/unit/weights/test_head.py."""
     config = json.loads((copy / "config.json").read_text()) | {"tie_word_embeddings": True}
     (copy / "config.json").write_text(json.dumps(config))
+    change(copy, **{"lm_head.weight": load(GOLDENS / "llama")["embed"]})
     with caplog.at_level(logging.WARNING):
         assert "head" not in load(copy)
     assert not caplog.records

@@ -55,9 +55,24 @@ _BY_NAME = {f.name: f for f in FAMILIES.values()}
 _MODEL_TYPES = {**_BY_NAME, "gemma3_text": gemma.GEMMA3}
 
 
+# Their null says "none"; without them the published classes take a number.
+_NULL_IS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+
+
+def _given(config: Any) -> dict[str, Any]:
+    """The fields that say something: null is what an absent field is."""
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"text_config must be an object, not {config!r}")
+    return {k: v for k, v in config.items() if v is not None or k in _NULL_IS_NONE}
+
+
 def spec_from_config(config: dict[str, Any]) -> DecoderSpec:
-    """DecoderSpec of a config.json, old or new style. Raises UnsupportedModelError."""
+    """DecoderSpec of a config.json, old or new style, or of one with the text model's inside
+    (text_config). Raises UnsupportedModelError."""
     names = config.get("architectures") or []
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise UnsupportedModelError(f"architectures must be a list of names, not {names!r}")
     family = next((FAMILIES[n] for n in names if n in FAMILIES), None)
     if family is None and not names:
         family = _MODEL_TYPES.get(str(config.get("model_type")))
@@ -65,7 +80,7 @@ def spec_from_config(config: dict[str, Any]) -> DecoderSpec:
         what = ", ".join(map(str, names)) or config.get("model_type") or "unnamed"
         known = ", ".join(FAMILIES)
         raise UnsupportedModelError(f"architecture {what} is not supported (known: {known})")
-    return family.spec(config)
+    return family.spec({**_given(config), **_given(config.get("text_config") or {})})
 
 
 def spec_from_gguf(

@@ -13,13 +13,15 @@ from typing import Any
 
 from jaxengine.models.spec import DecoderSpec, RopeSpec
 from jaxengine.weights.errors import UnsupportedModelError
+from jaxengine.weights.values import integer, one_for_all, switch
 
 Config = dict[str, Any]
 # leaf of the parameter tree -> checkpoint tensors, concatenated along rows; {i} is the layer and
 # {e} the expert (a name with {e} stands for those of all experts)
 Names = dict[str, tuple[str, ...]]
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+_TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", **dict.fromkeys(_TANH_GELU, "gelu")}
 _KINDS = ("full_attention", "sliding_attention")
 _ATTN, _MLP = "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
 
@@ -74,8 +76,36 @@ class Family:
 def need_int(config: Config, key: str) -> int:
     """A positive integer field. Raises UnsupportedModelError naming it."""
     value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    number = _whole(config, key)
+    if number is None or number <= 0:
         raise UnsupportedModelError(f"config field {key} must be a positive integer, not {value!r}")
+    return number
+
+
+def count(config: Config, key: str, default: int = 0) -> int:
+    """An integer from 0 on, `default` when absent. Raises UnsupportedModelError naming it."""
+    if config.get(key) is None:
+        return default
+    number = _whole(config, key)
+    if number is None or number < 0:
+        value = config[key]
+        raise UnsupportedModelError(f"config field {key} must be 0 or more, not {value!r}")
+    return number
+
+
+def _whole(config: Config, key: str) -> int | None:
+    layers = integer(config.get("num_hidden_layers"))
+    return integer(one_for_all(config.get(key), layers, f"config field {key}"))
+
+
+def flag(config: Config, key: str, default: bool) -> bool:
+    """True or false, `default` when absent. Raises UnsupportedModelError naming it."""
+    if config.get(key) is None:
+        return default
+    value = switch(config[key])
+    if value is None:
+        shown = config[key]
+        raise UnsupportedModelError(f"config field {key} must be true or false, not {shown!r}")
     return value
 
 
@@ -96,16 +126,13 @@ def decoder_spec(
 
     `quantized` names the quantisations whose checkpoints the loader can read.
     """
-    method = config.get("quantization_config")
-    kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+    method = config.get("quantization_config") or None
+    kind = (method.get("quant_method") or "unknown") if isinstance(method, dict) else method
     if kind and kind not in quantized:
         raise UnsupportedModelError(f"quantized checkpoint ({kind}) is not supported")
     heads, width = need_int(config, "num_attention_heads"), need_int(config, "hidden_size")
-    kv_heads = (
-        heads
-        if config.get("num_key_value_heads") is None
-        else need_int(config, "num_key_value_heads")
-    )
+    given = config.get("num_key_value_heads")
+    kv_heads = heads if given is None else need_int(config, "num_key_value_heads")
     if heads % kv_heads:
         raise UnsupportedModelError(f"{heads} query heads cannot share {kv_heads} kv heads")
     if config.get("head_dim") is None and width % heads:
@@ -114,8 +141,10 @@ def decoder_spec(
     if head_dim % 2:
         raise UnsupportedModelError(f"odd head_dim {head_dim} has no rotary embedding")
     act = config.get("hidden_activation") or config.get("hidden_act", "silu")
-    if act not in _ACTIVATIONS:
+    if not isinstance(act, str) or act.lower() not in _ACTIVATIONS:
         raise UnsupportedModelError(f"hidden_act {act!r} is not supported for {family}")
+    if "windows" not in extra and any(layer_kinds(config, lambda i: False)):
+        raise UnsupportedModelError(f"layer_types with windows are not supported for {family}")
     fields: dict[str, Any] = dict(
         family=family,
         vocab_size=need_int(config, "vocab_size"),
@@ -126,9 +155,9 @@ def decoder_spec(
         head_dim=head_dim,
         ffn_size=need_int(config, "intermediate_size"),
         max_position=need_int(config, "max_position_embeddings"),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        activation=_ACTIVATIONS[act],
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        activation=_ACTIVATIONS[act.lower()],
+        tie_embeddings=flag(config, "tie_word_embeddings", False),
     )
     if "rope" not in extra:
         fields["rope"] = rope_spec(config)
@@ -149,9 +178,28 @@ def layer_kinds(config: Config, default: Callable[[int], bool]) -> list[bool]:
     """
     layers = need_int(config, "num_hidden_layers")
     kinds = config.get("layer_types") or [_KINDS[default(i)] for i in range(layers)]
-    if len(kinds) != layers or any(k not in _KINDS for k in kinds):
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in _KINDS for k in kinds):
         raise UnsupportedModelError(f"layer_types must name {layers} layers out of {_KINDS}")
     return [k == "sliding_attention" for k in kinds]
+
+
+def window_size(config: Config, default: int | None = None) -> int | None:
+    """sliding_window in tokens; None for none, which null, false, 0 and -1 say too."""
+    value = config.get("sliding_window", default)
+    if value is None or value is False:
+        return None
+    size = _whole({"sliding_window": default, **config}, "sliding_window")
+    if size is None:
+        raise UnsupportedModelError(f"config field sliding_window must be a number, not {value!r}")
+    return size if size > 0 else None
+
+
+def windows_where(
+    config: Config, size: int | None, default: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """A window of this size on the layers that layer_types names, or else on `default`'s."""
+    longest = need_int(config, "max_position_embeddings")
+    return windows([size if w else None for w in layer_kinds(config, default)], longest)
 
 
 def windows(layer_windows: list[int | None], max_position: int) -> tuple[int, ...]:
@@ -167,6 +215,9 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     "longrope": ("factor", "attention_factor"),
 }
+# The first name of longrope; names that say none; of text, the three parts of mrope are equal.
+_RENAMED = {"su": "longrope", "none": "default", "mrope": "default"}
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_spec(config: Config, *, partial: bool = False) -> RopeSpec:
@@ -174,22 +225,25 @@ def rope_spec(config: Config, *, partial: bool = False) -> RopeSpec:
 
     `partial`: the family handles partial_rotary_factor, which is refused otherwise.
     """
-    params = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(params, dict) or any(isinstance(v, dict) for v in params.values()):
-        raise UnsupportedModelError("rotary settings per layer type are not supported here")
-    kind = params.get("rope_type", params.get("type", "default")) or "default"
-    kind = "longrope" if kind == "su" else kind  # its first name
-    if kind not in _ROPE_FIELDS:
+    params = _rope_params(config)
+    kind = params.get("rope_type") or "default"
+    kind = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
+    if kind in ("linear", "dynamic") and params.get("factor") == 1:
+        kind = "default"
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         raise UnsupportedModelError(f"rope type {kind!r} is not supported")
     share = rotary_share(config)
     if share != 1.0 and not partial:
         raise UnsupportedModelError(f"partial_rotary_factor {share} is not supported")
     theta = params.get("rope_theta", config.get("rope_theta"))
-    found: Config = {k: _number(params[k], k) for k in _ROPE_FIELDS[kind] if _has(params, k)}
+    found: Config = {k: _number(params[k], k) for k in _ROPE_FIELDS[kind] if k in params}
     found["theta"] = 10000.0 if theta is None else _number(theta, "rope_theta")
-    original = params.get(
-        "original_max_position_embeddings", config.get("original_max_position_embeddings")
-    )
+    for key in ("theta", "factor"):
+        if found.get(key) == 0:
+            raise UnsupportedModelError(f"rotary setting {key} must not be 0")
+    original = need_int(params, _ORIGINAL) if _ORIGINAL in params else None
+    if original is None and config.get(_ORIGINAL) is not None:
+        original = need_int(config, _ORIGINAL)
     if kind in ("llama3", "longrope") and original is None:
         raise UnsupportedModelError(f"rope type {kind!r} lacks original_max_position_embeddings")
     longest = need_int(config, "max_position_embeddings")
@@ -202,25 +256,39 @@ def rope_spec(config: Config, *, partial: bool = False) -> RopeSpec:
         found["context"] = longest
     return RopeSpec(
         kind=kind,
-        original_max_position=0 if kind in ("default", "linear") else int(original or longest),
-        truncate=bool(params.get("truncate", True)),
+        original_max_position=0 if kind in ("default", "linear") else original or longest,
+        truncate=flag(params, "truncate", True),
         **found,
     )
 
 
+def _rope_params(config: Config) -> Config:
+    """rope_parameters (new style) and rope_scaling (old style), without what is null.
+
+    A file that has both means both: rope_scaling is what people add by hand, and wins.
+    """
+    out: Config = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        part = config.get(name) or {}
+        if not isinstance(part, dict):
+            raise UnsupportedModelError(f"config field {name} must be an object, not {part!r}")
+        part = {key: value for key, value in part.items() if value is not None}
+        if any(isinstance(value, dict) for value in part.values()):
+            raise UnsupportedModelError("rotary settings per layer type are not supported here")
+        old_key = part.pop("type", None)
+        out |= {"rope_type": old_key, **part} if old_key is not None else part
+    return out
+
+
 def rotary_share(config: Config) -> float:
     """The part of a head that is rotated, 1.0 = all."""
-    params = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    share = params.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    share = _rope_params(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return 1.0 if share is None else _number(share, "partial_rotary_factor")
 
 
-def _has(params: Config, key: str) -> bool:
-    return params.get(key) is not None
-
-
 def _number(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if not known or not math.isfinite(value) or value < 0:
         raise UnsupportedModelError(f"rotary setting {key} must be a number, not {value!r}")
     return float(value)
 

@@ -13,17 +13,20 @@ from jaxengine.models.families.common import (
     TOP_NAMES,
     Config,
     Family,
+    count,
     decoder_spec,
+    flag,
     need_int,
     number,
     rope_spec,
 )
 from jaxengine.models.spec import DecoderSpec, MlaSpec, MoeSpec, RopeSpec
 from jaxengine.weights.errors import UnsupportedModelError
+from jaxengine.weights.values import switch
 
 
 def _mla(config: Config) -> MlaSpec:
-    if config.get("attention_bias"):
+    if flag(config, "attention_bias", False):
         raise UnsupportedModelError("attention_bias is not supported with latent attention")
     rotary = need_int(config, "qk_rope_head_dim")
     if rotary % 2:
@@ -33,7 +36,7 @@ def _mla(config: Config) -> MlaSpec:
         rope_dim=rotary,
         nope_dim=need_int(config, "qk_nope_head_dim"),
         value_dim=need_int(config, "v_head_dim"),
-        q_rank=need_int(config, "q_lora_rank") if config.get("q_lora_rank") else 0,
+        q_rank=count(config, "q_lora_rank"),
     )
 
 
@@ -46,16 +49,20 @@ def _scale(mla: MlaSpec, rope: RopeSpec) -> float:
 
 
 def _dense_layers(config: Config) -> tuple[int, ...]:
-    first, every = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
-    if not isinstance(every, int) or every < 1:
-        raise UnsupportedModelError(f"moe_layer_freq must be a positive integer, not {every!r}")
-    layers = range(need_int(config, "num_hidden_layers"))
-    return tuple(i for i in layers if i < first or i % every)
+    layers = need_int(config, "num_hidden_layers")
+    first, every = count(config, "first_k_dense_replace"), config.get("moe_layer_freq", 1)
+    if isinstance(every, list):  # for each layer, whether it has experts
+        marks = [switch(mark) for mark in every]
+        if len(marks) != layers or None in marks:
+            raise UnsupportedModelError(f"moe_layer_freq must have {layers} entries of 1 or 0")
+        return tuple(i for i in range(layers) if i < first or not marks[i])
+    every = need_int({"moe_layer_freq": every}, "moe_layer_freq")
+    return tuple(i for i in range(layers) if i < first or i % every)
 
 
 def _experts(config: Config, **how: Any) -> MoeSpec:
     ffn = need_int(config, "moe_intermediate_size")
-    groups = config.get("n_group") or 1
+    groups = count(config, "n_group") or 1
     experts = need_int(config, "n_routed_experts")
     if experts % groups:
         raise UnsupportedModelError(f"{experts} experts do not make {groups} groups")
@@ -64,8 +71,8 @@ def _experts(config: Config, **how: Any) -> MoeSpec:
         top_k=need_int(config, "num_experts_per_tok"),
         ffn_size=ffn,
         num_groups=groups,
-        top_groups=config.get("topk_group") or 1,
-        shared_ffn_size=ffn * (config.get("n_shared_experts") or 0),
+        top_groups=count(config, "topk_group") or 1,
+        shared_ffn_size=ffn * count(config, "n_shared_experts"),
         **how,
     )
 
@@ -90,7 +97,7 @@ def deepseek_v2(config: Config) -> DecoderSpec:
         raise UnsupportedModelError(f"topk_method {method!r} is not supported for deepseek_v2")
     if config.get("scoring_func", "softmax") != "softmax":
         raise UnsupportedModelError("scoring_func must be softmax for deepseek_v2")
-    renormalise = bool(config.get("norm_topk_prob", False))
+    renormalise = flag(config, "norm_topk_prob", False)
     moe = _experts(
         {**config, "n_group": 1} if method == "greedy" else config,
         renormalise=renormalise,
@@ -106,12 +113,12 @@ def deepseek_v3(config: Config) -> DecoderSpec:
         raise UnsupportedModelError("scoring_func must be sigmoid for deepseek_v3")
     if config.get("topk_method", "noaux_tc") != "noaux_tc":
         raise UnsupportedModelError("topk_method must be noaux_tc for deepseek_v3")
-    if not config.get("rope_interleave", True):
+    if not flag(config, "rope_interleave", True):
         raise UnsupportedModelError("rope_interleave false is not supported for deepseek_v3")
     moe = _experts(
         config,
         scoring="sigmoid",
-        renormalise=bool(config.get("norm_topk_prob", True)),
+        renormalise=flag(config, "norm_topk_prob", True),
         scale=number(config, "routed_scaling_factor", 2.5),
         choice_bias=True,
     )

@@ -13,11 +13,12 @@ from jaxengine.models.families.common import (
     Config,
     Family,
     decoder_spec,
-    layer_kinds,
+    flag,
     need_int,
     number,
     rope_spec,
-    windows,
+    window_size,
+    windows_where,
 )
 from jaxengine.models.spec import DecoderSpec, RopeSpec
 from jaxengine.weights.errors import UnsupportedModelError
@@ -42,9 +43,9 @@ _GEMMA3: Config = {
 
 
 def _shared(config: Config) -> dict[str, Any]:
-    if config.get("use_bidirectional_attention"):
+    if flag(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError("use_bidirectional_attention is not supported")
-    bias = bool(config.get("attention_bias", False))
+    bias = flag(config, "attention_bias", False)
     return {
         "qkv_bias": bias,
         "o_bias": bias,
@@ -57,28 +58,22 @@ def _shared(config: Config) -> dict[str, Any]:
     }
 
 
-def _windows(config: Config, kinds: list[bool]) -> tuple[int, ...]:
-    per_layer = [config["sliding_window"] if w else None for w in kinds]
-    return windows(per_layer, need_int(config, "max_position_embeddings"))
-
-
 def gemma2(config: Config) -> DecoderSpec:
     config = {**_GEMMA2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
-    kinds = layer_kinds(config, lambda i: i % 2 == 0)
-    return decoder_spec(config, "gemma2", windows=_windows(config, kinds), **_shared(config))
+    where = windows_where(config, window_size(config), lambda i: i % 2 == 0)
+    return decoder_spec(config, "gemma2", windows=where, **_shared(config))
 
 
 def gemma3(config: Config) -> DecoderSpec:
-    """Also of a configuration with the text model's inside (text_config)."""
-    config = {**_GEMMA3, **config, **config.get("text_config", {})}
-    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-    kinds = layer_kinds(config, lambda i: (i + 1) % every != 0)
+    config = {**_GEMMA3, **config}
+    plain, saved = "sliding_window_pattern", "_sliding_window_pattern"
+    every = need_int({saved: 6, **config}, plain if plain in config else saved)
     full, local = _ropes(config)
     return decoder_spec(
         config,
         "gemma3",
         qk_norm=True,
-        windows=_windows(config, kinds),
+        windows=windows_where(config, window_size(config), lambda i: (i + 1) % every != 0),
         rope=full,
         window_rope=local,
         **_shared(config),
@@ -88,15 +83,16 @@ def gemma3(config: Config) -> DecoderSpec:
 def _ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
     """Of full and of windowed layers, in the new style (by layer type) or the old."""
     by_kind = config.get("rope_parameters") or {}
-    if "full_attention" in by_kind or "sliding_attention" in by_kind:
-        kinds = ("full_attention", "sliding_attention")
+    plain = {**config, "rope_scaling": None, "rope_parameters": None}
+    plain["rope_theta"] = config.get("rope_local_base_freq", 10000.0)
+    kinds = ("full_attention", "sliding_attention")
+    if isinstance(by_kind, dict) and any(k in by_kind for k in kinds):
         missing = [k for k in kinds if not isinstance(by_kind.get(k), dict)]
         if missing:
             raise UnsupportedModelError(f"rope_parameters lacks {missing[0]}")
-        full, local = ({**config, "rope_parameters": by_kind[k]} for k in kinds)
+        full = {**config, "rope_parameters": by_kind["full_attention"]}
+        local = {**plain, "rope_parameters": by_kind["sliding_attention"]}
         return rope_spec(full), rope_spec(local)
-    plain = {**config, "rope_scaling": None, "rope_parameters": None}
-    plain["rope_theta"] = config.get("rope_local_base_freq", 10000.0)
     return rope_spec(config), rope_spec(plain)
 
 

@@ -8,10 +8,11 @@ from jaxengine.models.families.common import (
     Config,
     Family,
     decoder_spec,
-    layer_kinds,
+    flag,
     need_int,
     number,
-    windows,
+    window_size,
+    windows_where,
 )
 from jaxengine.models.spec import DecoderSpec, MoeSpec
 from jaxengine.weights.errors import UnsupportedModelError
@@ -22,9 +23,7 @@ _ALPHA = 1.702
 def spec(config: Config) -> DecoderSpec:
     if number(config, "swiglu_alpha", _ALPHA) != _ALPHA:
         raise UnsupportedModelError(f"swiglu_alpha must be {_ALPHA} for gpt_oss")
-    kinds = layer_kinds(config, lambda i: i % 2 == 0)
-    window = config.get("sliding_window", 128)
-    bias = bool(config.get("attention_bias", True))
+    bias = flag(config, "attention_bias", True)
     top_k = "num_experts_per_tok" if "num_experts_per_tok" in config else "experts_per_token"
     moe = MoeSpec(
         num_experts=need_int(config, "num_local_experts"),
@@ -37,15 +36,13 @@ def spec(config: Config) -> DecoderSpec:
         activation_limit=number(config, "swiglu_limit", 7.0),
     )
     return decoder_spec(
-        {"rms_norm_eps": 1e-5, "head_dim": 64, **config},
+        {"rms_norm_eps": 1e-5, "head_dim": 64, "rope_theta": 150000.0, **config},
         "gpt_oss",
         quantized=("mxfp4",),
         qkv_bias=bias,
         o_bias=bias,
         sinks=True,
-        windows=windows(
-            [window if w else None for w in kinds], need_int(config, "max_position_embeddings")
-        ),
+        windows=windows_where(config, window_size(config, 128), lambda i: i % 2 == 0),
         moe=moe,
     )
 

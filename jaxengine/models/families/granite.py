@@ -8,6 +8,7 @@ from jaxengine.models.families.common import (
     Config,
     Family,
     decoder_spec,
+    flag,
     number,
 )
 from jaxengine.models.spec import DecoderSpec
@@ -15,7 +16,7 @@ from jaxengine.weights.errors import UnsupportedModelError
 
 
 def spec(config: Config) -> DecoderSpec:
-    bias = bool(config.get("attention_bias", False))
+    bias = flag(config, "attention_bias", False)
     divisor = number(config, "logits_scaling", 1.0)
     if divisor == 0:
         raise UnsupportedModelError("config field logits_scaling must not be 0")
@@ -24,7 +25,7 @@ def spec(config: Config) -> DecoderSpec:
         "granite",
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=flag(config, "mlp_bias", False),
         embed_scale=number(config, "embedding_multiplier", 1.0),
         scale=number(config, "attention_multiplier", 1.0),
         residual_scale=number(config, "residual_multiplier", 1.0),

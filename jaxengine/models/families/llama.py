@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from jaxengine.models.families.common import LAYER_NAMES, TOP_NAMES, Config, Family, decoder_spec
+from jaxengine.models.families.common import (
+    LAYER_NAMES,
+    TOP_NAMES,
+    Config,
+    Family,
+    decoder_spec,
+    flag,
+    window_size,
+    windows_where,
+)
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.weights.errors import UnsupportedModelError
 
 
 def spec(config: Config) -> DecoderSpec:
-    if config.get("rope_interleaved"):
+    if flag(config, "rope_interleaved", False):
         raise UnsupportedModelError("rope_interleaved is not supported for llama")
-    bias = bool(config.get("attention_bias", False))
+    bias = flag(config, "attention_bias", False)
     return decoder_spec(
         config,
         "llama",
         qkv_bias=bias,
-        o_bias=bool(config.get("attention_out_bias", bias)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        o_bias=flag(config, "attention_out_bias", bias),
+        mlp_bias=flag(config, "mlp_bias", False),
+        windows=windows_where(config, window_size(config), lambda i: False),
     )
 
 

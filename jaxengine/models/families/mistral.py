@@ -8,8 +8,8 @@ from jaxengine.models.families.common import (
     Config,
     Family,
     decoder_spec,
-    need_int,
-    windows,
+    window_size,
+    windows_where,
 )
 from jaxengine.models.spec import DecoderSpec
 
@@ -17,12 +17,8 @@ _WINDOW_WHEN_ABSENT = 4096  # the published configuration class's default
 
 
 def spec(config: Config) -> DecoderSpec:
-    window = config.get("sliding_window", _WINDOW_WHEN_ABSENT)
-    layers, longest = (
-        need_int(config, "num_hidden_layers"),
-        need_int(config, "max_position_embeddings"),
-    )
-    return decoder_spec(config, "mistral", windows=windows([window] * layers, longest))
+    window = window_size(config, _WINDOW_WHEN_ABSENT)
+    return decoder_spec(config, "mistral", windows=windows_where(config, window, lambda i: True))
 
 
 FAMILY = Family("mistral", spec, TOP_NAMES, LAYER_NAMES)

@@ -9,23 +9,22 @@ from jaxengine.models.families.common import (
     Family,
     decoder_spec,
     need_int,
-    windows,
+    window_size,
+    windows_where,
 )
 from jaxengine.models.spec import DecoderSpec, MoeSpec
 
 
 def spec(config: Config) -> DecoderSpec:
-    layers = need_int(config, "num_hidden_layers")
-    longest = need_int(config, "max_position_embeddings")
     moe = MoeSpec(
         num_experts=need_int(config, "num_local_experts"),
         top_k=need_int(config, "num_experts_per_tok"),
         ffn_size=need_int(config, "intermediate_size"),
     )
     return decoder_spec(
-        {"rms_norm_eps": 1e-5, **config},
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, **config},
         "mixtral",
-        windows=windows([config.get("sliding_window")] * layers, longest),
+        windows=windows_where(config, window_size(config), lambda i: True),
         moe=moe,
     )
 

@@ -9,6 +9,7 @@ from jaxengine.models.families.common import (
     Config,
     Family,
     decoder_spec,
+    flag,
     need_int,
 )
 from jaxengine.models.spec import DecoderSpec, MoeSpec
@@ -16,7 +17,7 @@ from jaxengine.weights.errors import UnsupportedModelError
 
 
 def olmo2(config: Config) -> DecoderSpec:
-    bias = bool(config.get("attention_bias", False))
+    bias = flag(config, "attention_bias", False)
     return decoder_spec(
         {"rms_norm_eps": 1e-5, **config},
         "olmo2",
@@ -31,12 +32,12 @@ def olmo2(config: Config) -> DecoderSpec:
 def olmoe(config: Config) -> DecoderSpec:
     if config.get("clip_qkv") is not None:
         raise UnsupportedModelError("clip_qkv is not supported for olmoe")
-    bias = bool(config.get("attention_bias", False))
+    bias = flag(config, "attention_bias", False)
     moe = MoeSpec(
         num_experts=need_int(config, "num_experts"),
         top_k=need_int(config, "num_experts_per_tok"),
         ffn_size=need_int(config, "intermediate_size"),
-        renormalise=bool(config.get("norm_topk_prob", False)),
+        renormalise=flag(config, "norm_topk_prob", False),
     )
     return decoder_spec(
         {"rms_norm_eps": 1e-5, **config},

@@ -8,33 +8,33 @@ from jaxengine.models.families.common import (
     Config,
     Family,
     decoder_spec,
+    flag,
     need_int,
     rope_spec,
     rotary_share,
-    windows,
+    window_size,
+    windows_where,
 )
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.weights.errors import UnsupportedModelError
 
 
 def spec(config: Config) -> DecoderSpec:
-    layers = need_int(config, "num_hidden_layers")
-    longest = need_int(config, "max_position_embeddings")
-    head = config.get("head_dim") or need_int(config, "hidden_size") // need_int(
-        config, "num_attention_heads"
-    )
+    config = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, **config}
+    heads, width = need_int(config, "num_attention_heads"), need_int(config, "hidden_size")
+    head = width // heads if config.get("head_dim") is None else need_int(config, "head_dim")
     rotary = int(head * rotary_share(config))
     if rotary % 2 or not 0 < rotary <= head:
         raise UnsupportedModelError(f"a rotary width of {rotary} out of {head} is not supported")
-    bias = bool(config.get("attention_bias", False))
+    bias = flag(config, "attention_bias", False)
     return decoder_spec(
-        {"rms_norm_eps": 1e-5, **config},
+        config,
         "phi3",
         qkv_bias=bias,
         o_bias=bias,
         rope=rope_spec(config, partial=True),
         rotary_dim=0 if rotary == head else rotary,
-        windows=windows([config.get("sliding_window")] * layers, longest),
+        windows=windows_where(config, window_size(config), lambda i: True),
     )
 
 

@@ -9,30 +9,32 @@ from jaxengine.models.families.common import (
     TOP_NAMES,
     Config,
     Family,
+    count,
     decoder_spec,
-    layer_kinds,
+    flag,
     need_int,
-    windows,
+    window_size,
+    windows_where,
 )
 from jaxengine.models.spec import DecoderSpec, MoeSpec
 from jaxengine.weights.errors import UnsupportedModelError
+from jaxengine.weights.values import integer
 
 
 def layer_windows(config: Config) -> tuple[int, ...]:
     """A window only under use_sliding_window, on the layers of layer_types, or else on those from
     max_window_layers up."""
-    if not config.get("use_sliding_window", False) or config.get("sliding_window", 4096) is None:
-        return ()
-    first, window = config.get("max_window_layers", 28), config.get("sliding_window", 4096)
-    per_layer = [window if w else None for w in layer_kinds(config, lambda i: i >= first)]
-    return windows(per_layer, need_int(config, "max_position_embeddings"))
+    window = window_size(config, 4096) if flag(config, "use_sliding_window", False) else None
+    first = count(config, "max_window_layers", 28)
+    return windows_where(config, window, lambda i: i >= first)
 
 
 def dense_layers(config: Config) -> tuple[int, ...]:
     """Layers with a plain MLP: those of mlp_only_layers, and by decoder_sparse_step."""
-    step, named = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if not isinstance(step, int) or step < 1:
-        raise UnsupportedModelError(f"decoder_sparse_step must be at least 1, not {step!r}")
+    step = need_int({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
+    named = config.get("mlp_only_layers") or []
+    if not isinstance(named, list) or any(integer(i) is None for i in named):
+        raise UnsupportedModelError(f"mlp_only_layers must be a list of layers, not {named!r}")
     layers = range(need_int(config, "num_hidden_layers"))
     return tuple(i for i in layers if i in named or (i + 1) % step)
 
@@ -42,7 +44,7 @@ def qwen2(config: Config) -> DecoderSpec:
 
 
 def qwen3(config: Config) -> DecoderSpec:
-    bias = bool(config.get("attention_bias", False))
+    bias = flag(config, "attention_bias", False)
     return decoder_spec(
         {"head_dim": 128, **config},
         "qwen3",
@@ -58,14 +60,14 @@ def qwen2_moe(config: Config) -> DecoderSpec:
         num_experts=need_int(config, "num_experts"),
         top_k=need_int(config, "num_experts_per_tok"),
         ffn_size=need_int(config, "moe_intermediate_size"),
-        renormalise=bool(config.get("norm_topk_prob", False)),
+        renormalise=flag(config, "norm_topk_prob", False),
         shared_ffn_size=need_int(config, "shared_expert_intermediate_size"),
         shared_gate=True,
     )
     return decoder_spec(
         config,
         "qwen2_moe",
-        qkv_bias=bool(config.get("qkv_bias", True)),
+        qkv_bias=flag(config, "qkv_bias", True),
         windows=layer_windows(config),
         moe=moe,
         dense_layers=dense_layers(config),
@@ -73,13 +75,13 @@ def qwen2_moe(config: Config) -> DecoderSpec:
 
 
 def qwen3_moe(config: Config) -> DecoderSpec:
-    bias = bool(config.get("attention_bias", False))
+    bias = flag(config, "attention_bias", False)
     experts = "num_experts" if "num_experts" in config else "num_local_experts"
     moe = MoeSpec(
         num_experts=need_int(config, experts),
         top_k=need_int(config, "num_experts_per_tok"),
         ffn_size=need_int(config, "moe_intermediate_size"),
-        renormalise=bool(config.get("norm_topk_prob", False)),
+        renormalise=flag(config, "norm_topk_prob", False),
     )
     return decoder_spec(
         config,

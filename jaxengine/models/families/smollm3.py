@@ -8,34 +8,35 @@ from jaxengine.models.families.common import (
     Config,
     Family,
     decoder_spec,
-    layer_kinds,
+    flag,
     need_int,
-    windows,
+    window_size,
+    windows_where,
 )
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.weights.errors import UnsupportedModelError
+from jaxengine.weights.values import switch
 
 
 def spec(config: Config) -> DecoderSpec:
     layers = need_int(config, "num_hidden_layers")
-    every = config.get("no_rope_layer_interval", 4)
+    every = need_int({"no_rope_layer_interval": 4, **config}, "no_rope_layer_interval")
     # The list marks with 1 the layers that have one.
     marks = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
+    if not isinstance(marks, list) or any(switch(mark) is None for mark in marks):
+        raise UnsupportedModelError(f"no_rope_layers must be a list of 1 and 0, not {marks!r}")
     if len(marks) != layers:
         raise UnsupportedModelError(f"no_rope_layers must have {layers} entries, not {len(marks)}")
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    kinds = layer_kinds(config, lambda i: not marks[i])
-    bias = bool(config.get("attention_bias", False))
+    window = window_size(config) if flag(config, "use_sliding_window", False) else None
+    bias = flag(config, "attention_bias", False)
     return decoder_spec(
-        {"tie_word_embeddings": True, **config},
+        {"tie_word_embeddings": True, "rope_theta": 2e6, **config},
         "smollm3",
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=flag(config, "mlp_bias", False),
         no_rope_layers=tuple(i for i in range(layers) if not marks[i]),
-        windows=windows(
-            [window if w else None for w in kinds], need_int(config, "max_position_embeddings")
-        ),
+        windows=windows_where(config, window, lambda i: not marks[i]),
     )
 
 
