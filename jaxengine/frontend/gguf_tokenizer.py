@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.weights.generation import token_ids
+from jaxengine.weights.values import switch
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
 # Each regular expression cuts the pieces that the one before left (isolated matches).
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -78,6 +81,10 @@ _PRE: dict[str, _Bpe] = {
 # Ends of a turn: a control token with one of these texts ends generation even where the file
 # names another eos (chat models are often converted with the base model's).
 _END_OF_TURN = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
+_GGML, _HERE = "tokenizer.ggml.", "the GGUF file"
+_SPECIAL = ("bos", "eos", "eot", "eom", "eog", "unknown", "padding", "mask")
+_LOOKS_SPECIAL = re.compile(r"<\|.+\|>|<｜.+｜>")
+_USUAL = {"bos": (1, "<s>"), "eos": (2, "</s>")}
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> tuple[Tokenizer, bool]:
@@ -97,29 +104,59 @@ def build_tokenizer(metadata: dict[str, Any]) -> tuple[Tokenizer, bool]:
     else:
         raise UnsupportedModelError(f"GGUF tokenizer model {kind!r} is not supported")
     _add_marked_tokens(tokenizer, metadata, tokens)
-    return tokenizer, bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+    return tokenizer, switch_of(metadata, "add_bos_token", add_bos)
 
 
-def eos_token_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
+def switch_of(metadata: dict[str, Any], name: str, default: bool) -> bool:
+    """tokenizer.ggml.NAME, `default` when absent. Raises ModelLoadError naming it."""
+    key = _GGML + name
+    if metadata.get(key) is None:
+        return default
+    value = switch(metadata[key])
+    if value is None:
+        raise ModelLoadError(f"{key} must be true or false, not {metadata[key]!r}")
+    return value
+
+
+def bos_token_id(metadata: dict[str, Any], where: object = _HERE) -> int | None:
+    """The id that begins a text, None for none."""
+    return next(iter(_ids(metadata, ("bos",), where)), None)
+
+
+def eos_token_ids(metadata: dict[str, Any], where: object = _HERE) -> tuple[int, ...]:
     """Ids that end generation: eos, end of turn, end of message; the file's own eos first."""
-    found = [metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
-    types = metadata.get("tokenizer.ggml.token_type") or []
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    found += [
-        i
-        for i, (text, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and text in _END_OF_TURN
-    ]
-    return tuple(dict.fromkeys(i for i in found if i is not None))
+    tokens = metadata.get(_GGML + "tokens") or []
+    found = _ids(metadata, ("eos", "eot", "eom", "eog"), where)
+    found += [i for i, text in enumerate(tokens) if text in _END_OF_TURN]
+    return tuple(dict.fromkeys(found))
+
+
+def _ids(metadata: dict[str, Any], names: tuple[str, ...], where: object) -> list[int]:
+    """Ids under tokenizer.ggml.NAME_token_id (one, or a list) and NAME_token_ids (a list)."""
+    tokens = metadata.get(_GGML + "tokens") or []
+    found: list[int] = []
+    for name in names:
+        keys = [f"{_GGML}{name}_token_id", f"{_GGML}{name}_token_ids"]
+        found += [i for key in keys for i in token_ids(metadata, key, len(tokens), where)]
+        if all(metadata.get(key) is None for key in keys):
+            found += _usual(metadata, name, tokens)
+    return found
+
+
+def _usual(metadata: dict[str, Any], name: str, tokens: list[str]) -> list[int]:
+    """Where a SentencePiece vocabulary has its first tokens, which need no key."""
+    place, text = _USUAL.get(name, (0, ""))
+    known = metadata.get(_GGML + "model") == "llama" and tokens[place : place + 1] == [text]
+    return [place] if known else []
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = metadata.get("tokenizer.ggml.pre") or "default"
     if pre not in _PRE:
         raise UnsupportedModelError(f"GGUF pre-tokenizer {pre!r} is not supported")
     bpe = _PRE[pre]
-    merges = [tuple(m.split(" ", 1)) for m in metadata.get("tokenizer.ggml.merges") or []]
     vocab = {token: i for i, token in enumerate(tokens)}
+    merges = [_merge(m, vocab) for m in metadata.get("tokenizer.ggml.merges") or []]
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=bpe.ignore_merges))
     cuts: list[PreTokenizer] = [pre_tokenizers.Split(Regex(c), "isolated") for c in bpe.cuts]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -128,12 +165,26 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer,
     return tokenizer, bpe.add_bos
 
 
+def _merge(merge: str | list[str], vocab: dict[str, int]) -> tuple[str, str]:
+    """A pair, joined by the space at which both sides are tokens: tokens may hold spaces too."""
+    if isinstance(merge, list):  # the pair itself
+        cuts = [tuple(merge)] if len(merge) == 2 else []
+    elif merge.count(" ") == 1:
+        cuts = [tuple(merge.split(" "))]
+    else:
+        cuts = [(merge[:i], merge[i + 1 :]) for i, c in enumerate(merge) if c == " "]
+    for left, right in cuts:
+        if left in vocab and right in vocab and left + right in vocab:
+            return left, right
+    raise ModelLoadError(f"tokenizer.ggml.merges has {merge!r}, which joins no two tokens to one")
+
+
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
     if not scores or len(scores) != len(tokens):
         raise ModelLoadError("the GGUF file's vocabulary has no score for each token")
     vocab = {token: i for i, token in enumerate(tokens)}
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = next(iter(_ids(metadata, ("unknown",), _HERE)), 0)
     tokenizer = Tokenizer(
         models.BPE(
             vocab,
@@ -143,7 +194,7 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
             byte_fallback=True,
         )
     )
-    space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    space = switch_of(metadata, "add_space_prefix", True)
     to_mark = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = (
         normalizers.Sequence([normalizers.Prepend("▁"), to_mark]) if space else to_mark
@@ -169,12 +220,12 @@ def _merges(tokens: list[str], scores: list[float], vocab: dict[str, int]) -> li
 
 def _add_marked_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
     """Control tokens become special; user-defined ones are matched whole but stay in the text."""
-    types = metadata.get("tokenizer.ggml.token_type") or []
+    types = _types(metadata, tokens)
     # Phi-3 swallows the white space after its control tokens, which the format cannot express
     swallow = metadata.get("general.architecture") == "phi3"
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
-    for text, kind in zip(tokens, types, strict=False):
+    for text, kind in zip(tokens, types, strict=True):
         rstrip = swallow and text not in ("<unk>", "<s>", "<|endoftext|>")
         if kind in (_UNKNOWN, _CONTROL):
             special.append(AddedToken(text, special=True, normalized=False, rstrip=rstrip))
@@ -182,3 +233,15 @@ def _add_marked_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: l
             plain.append(AddedToken(text, normalized=False, rstrip=rstrip))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)
+
+
+def _types(metadata: dict[str, Any], tokens: list[str]) -> list[int]:
+    """tokenizer.ggml.token_type, completed: ends of a turn are control tokens whatever the file
+    calls them. Without types, so are those that a key names and those that look like it."""
+    given = metadata.get(_GGML + "token_type") or []
+    types = [*given, *[_NORMAL] * len(tokens)][: len(tokens)]
+    named = set() if given else set(_ids(metadata, _SPECIAL, _HERE))
+    for i, text in enumerate(tokens):
+        if text in _END_OF_TURN or (not given and (i in named or _LOOKS_SPECIAL.fullmatch(text))):
+            types[i] = _CONTROL
+    return types

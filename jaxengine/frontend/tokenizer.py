@@ -7,6 +7,7 @@ its template writes the BOS itself.
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,26 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from jaxengine.frontend.gguf_tokenizer import build_tokenizer, eos_token_ids
+from jaxengine.frontend.gguf_tokenizer import (
+    bos_token_id,
+    build_tokenizer,
+    eos_token_ids,
+    switch_of,
+)
+from jaxengine.frontend.stored_templates import ChatTemplate, folder_template, gguf_template
 from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.weights.generation import GENERATION_CONFIG, token_ids
 from jaxengine.weights.gguf import gguf_metadata
 from jaxengine.weights.resolve import (
     TOKENIZER_FILES,
     ModelFiles,
     download,
-    read_json,
+    is_gguf,
     read_json_if_there,
 )
+from jaxengine.weights.values import integer, switch
 
-ChatTemplate = str | dict[str, str] | None  # a dict holds named templates ("default", "tool_use")
+__all__ = ["ChatTemplate", "Tokenizer", "load_tokenizer"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,8 @@ class Tokenizer:
     """A tokenizer and what the engine must know of it. `tk` is thread-safe for encode and decode.
 
     `eos_ids` are all ids that end generation: the tokenizer's eos first, then those of
-    generation_config.json. `special_ids` are left out of decoded text.
+    generation_config.json, or where it names none, of config.json. `special_ids` are left out of
+    decoded text.
     """
 
     tk: tokenizers.Tokenizer
@@ -80,35 +90,27 @@ def load_tokenizer(files: ModelFiles, override: str | None = None) -> Tokenizer:
         place = Path(override).expanduser()
         if not place.exists():
             place = download(override, None, None, TOKENIZER_FILES)
-    if place.is_file() and place.suffix == ".gguf":
-        return _from_gguf(place, files.generation_config)
-    return _from_folder(place, files.generation_config)
+    if place.is_file() and is_gguf(place):
+        return _from_gguf(place, files)
+    return _from_folder(place, files)
 
 
-def _from_gguf(path: Path, generation: dict[str, Any]) -> Tokenizer:
+def _from_gguf(path: Path, files: ModelFiles) -> Tokenizer:
     metadata = gguf_metadata(path)
     try:
         tk, add_bos = build_tokenizer(metadata)
+        add_eos = switch_of(metadata, "add_eos_token", False)
+        bos_id, eos = bos_token_id(metadata, path), eos_token_ids(metadata, path)
+        template = gguf_template(metadata)
     except ModelLoadError as e:
         raise type(e)(f"{path}: {e}") from e
-    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    eos = eos_token_ids(metadata)
-    prefix = "tokenizer.chat_template"
-    named = {k[len(prefix) + 1 :]: v for k, v in metadata.items() if k.startswith(prefix + ".")}
-    template: ChatTemplate = metadata.get(prefix)
-    if named:
-        template = {**named, **({"default": template} if isinstance(template, str) else {})}
-    _set_ends(
-        tk, [bos_id] if add_bos else [], [eos[0]] if _flag(metadata, "add_eos") and eos else []
-    )
-    return _finish(tk, bos_id, (*eos, *_generation_eos(generation)), template)
+    _set_ends(tk, [bos_id] if add_bos else [], eos[:1] if add_eos else [])
+    size = _vocab_size(files, tk)
+    own = token_ids({"end tokens": list(eos)}, "end tokens", size, path)
+    return _finish(tk, bos_id, None, [*own, *_other_ends(files, None, size)], template)
 
 
-def _flag(metadata: dict[str, Any], name: str) -> bool:
-    return bool(metadata.get(f"tokenizer.ggml.{name}_token", False))
-
-
-def _from_folder(place: Path, generation: dict[str, Any]) -> Tokenizer:
+def _from_folder(place: Path, files: ModelFiles) -> Tokenizer:
     path = place if place.is_file() else place / "tokenizer.json"
     folder = path.parent
     if not path.is_file():
@@ -118,7 +120,7 @@ def _from_folder(place: Path, generation: dict[str, Any]) -> Tokenizer:
             )
         raise ModelLoadError(f"{folder} has no tokenizer.json")
     try:
-        tk = tokenizers.Tokenizer.from_file(str(path))
+        tk = tokenizers.Tokenizer.from_buffer(path.read_bytes().removeprefix(BOM_UTF8))
     except Exception as e:  # noqa: BLE001  (the library raises bare Exception)
         raise ModelLoadError(f"{path} cannot be read as a tokenizer: {e}") from e
     tk.no_truncation()  # a length stored with the tokenizer must not cut prompts
@@ -126,16 +128,51 @@ def _from_folder(place: Path, generation: dict[str, Any]) -> Tokenizer:
     config = read_json_if_there(folder / "tokenizer_config.json")
     names = {**read_json_if_there(folder / "special_tokens_map.json"), **config}
     bos_id, eos_id = (_special_id(tk, names.get(k)) for k in ("bos_token", "eos_token"))
-    _apply_flags(tk, config, bos_id, eos_id)
-    generation = generation or read_json_if_there(folder / "generation_config.json")
-    eos = [i for i in (eos_id, *_generation_eos(generation)) if i is not None]
-    return _finish(tk, bos_id, eos, _folder_template(folder, config))
+    _apply_flags(tk, config, bos_id, eos_id, folder)
+    size = _vocab_size(files, tk)
+    own = token_ids({"eos_token": eos_id}, "eos_token", size, folder)
+    ends = [*own, *_other_ends(files, folder, size)]
+    return _finish(tk, bos_id, eos_id, ends, folder_template(folder, config))
+
+
+def _other_ends(files: ModelFiles, folder: Path | None, vocab_size: int) -> list[int]:
+    """End tokens of generation_config.json, or where it names none, of config.json: of the model,
+    and where it has no such file, of the tokenizer's folder."""
+    sources = ((GENERATION_CONFIG, files.generation_config), ("config.json", files.config))
+    for name, of_model in sources:
+        given, path = of_model or {}, files.path / name
+        if not given and folder is not None:
+            path = folder / name
+            given = read_json_if_there(path)
+        for config in (given, _inner(given)):
+            if ids := token_ids(config, "eos_token_id", vocab_size, path):
+                return ids
+    return []
+
+
+def _inner(config: dict[str, Any]) -> dict[str, Any]:
+    """The text model's configuration inside of a larger one's."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else {}
+
+
+def _vocab_size(files: ModelFiles, tk: tokenizers.Tokenizer) -> int:
+    """How many tokens the model has logits for, or where that is not known, the tokenizer has."""
+    config = files.config or {}
+    sizes = (integer(c.get("vocab_size")) for c in (_inner(config), config))
+    return next((size for size in sizes if size), tk.get_vocab_size(with_added_tokens=True))
 
 
 def _finish(
-    tk: tokenizers.Tokenizer, bos_id: int | None, eos: Iterable[int], template: ChatTemplate
+    tk: tokenizers.Tokenizer,
+    bos_id: int | None,
+    eos_id: int | None,
+    eos: Iterable[int],
+    template: ChatTemplate,
 ) -> Tokenizer:
+    """`eos_id`: the tokenizer's own; None = the first of all."""
     ids = tuple(dict.fromkeys(eos))
+    eos_id = ids[0] if eos_id is None and ids else eos_id
     added = tk.get_added_tokens_decoder()
     return Tokenizer(
         tk=tk,
@@ -146,7 +183,7 @@ def _finish(
         chat_template=template,
         special_ids=frozenset(i for i, token in added.items() if token.special),
         bos_token=None if bos_id is None else tk.id_to_token(bos_id),
-        eos_token=tk.id_to_token(ids[0]) if ids else None,
+        eos_token=None if eos_id is None else tk.id_to_token(eos_id),
     )
 
 
@@ -157,13 +194,12 @@ def _special_id(tk: tokenizers.Tokenizer, token: Any) -> int | None:
     return found
 
 
-def _generation_eos(generation: dict[str, Any]) -> list[int]:
-    eos = generation.get("eos_token_id")
-    return [eos] if isinstance(eos, int) else list(eos or [])
-
-
 def _apply_flags(
-    tk: tokenizers.Tokenizer, config: dict[str, Any], bos_id: int | None, eos_id: int | None
+    tk: tokenizers.Tokenizer,
+    config: dict[str, Any],
+    bos_id: int | None,
+    eos_id: int | None,
+    folder: Path,
 ) -> None:
     """add_bos_token / add_eos_token of tokenizer_config.json win over the stored post-processor."""
     plain, full = tk.encode("a", add_special_tokens=False).ids, tk.encode("a").ids
@@ -171,8 +207,12 @@ def _apply_flags(
     before, after = full[:at], full[at + len(plain) :]
     want_before, want_after = before, after
     for flag, token in (("add_bos_token", bos_id), ("add_eos_token", eos_id)):
-        value = config.get(flag)
-        if not isinstance(value, bool) or (value and token is None):
+        if config.get(flag) is None:
+            continue
+        value = switch(config[flag])
+        if value is None:
+            raise ModelLoadError(f"{folder}: {flag} must be true or false, not {config[flag]!r}")
+        if value and token is None:
             continue
         ends = [token] if value and token is not None else []
         if flag == "add_bos_token":
@@ -194,23 +234,3 @@ def _set_ends(
     tk.post_processor = TemplateProcessing(
         single=template, pair=[*template, "$B:1"], special_tokens=list(specials.items())
     )
-
-
-def _folder_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:
-    """chat_template.jinja (and additional_chat_templates/), chat_template.json, or the config's."""
-    template = config.get("chat_template")
-    stored = folder / "chat_template.json"
-    if stored.is_file():
-        template = read_json(stored).get("chat_template", template)
-    if isinstance(template, list):
-        template = {str(t["name"]): str(t["template"]) for t in template}
-    jinja = folder / "chat_template.jinja"
-    if jinja.is_file():
-        template = jinja.read_text(encoding="utf-8")
-    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    if more:
-        first = {"default": template} if isinstance(template, str) else template or {}
-        template = {**first, **{p.stem: p.read_text(encoding="utf-8") for p in more}}
-    if template is not None and not isinstance(template, str | dict):
-        raise ModelLoadError(f"{folder}: chat_template is neither text nor named templates")
-    return template
