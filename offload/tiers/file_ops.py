@@ -29,7 +29,7 @@ class FileOps:
         os.rename(source, target)
 
     def mkdir(self, path: pathlib.Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
 
     def unlink(self, path: pathlib.Path) -> None:
         path.unlink(missing_ok=True)
@@ -42,6 +42,15 @@ class FileOps:
             return _fill(file.fileno(), memoryview(header)) and _fill(
                 file.fileno(), memoryview(page)
             )
+
+
+def make_folder(path: pathlib.Path) -> None:
+    """The folder and those above it, as far as they are missing, for this user alone."""
+    try:
+        path.mkdir(0o700, exist_ok=True)
+    except FileNotFoundError:
+        make_folder(path.parent)
+        path.mkdir(0o700, exist_ok=True)
 
 
 def _fill(file: int, target: memoryview) -> bool:

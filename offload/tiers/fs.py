@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from jaxengine.offload.counters import Counters
 from jaxengine.offload.host_pool import Bytes
 from jaxengine.offload.keys import OffloadKey
+from jaxengine.offload.seldom import SeldomLog
 from jaxengine.offload.tiers.file_ops import FileOps
 from jaxengine.offload.tiers.fs_folder import TemporaryFolder, block_path, collect, stored_files
 from jaxengine.offload.tiers.page_file import PageError, check_page, header_of, header_size
@@ -45,6 +46,7 @@ class FsStore:
         self.limit = limit
         self.counters = counters or Counters()
         self._ops = ops or FileOps()
+        self._seldom = SeldomLog(log)  # a full disk fails every block
         self._lock = threading.Lock()  # of the sizes below and the temporary names
         self._tmp = TemporaryFolder(self.root)
         self._total = sum(file.size for file in stored_files(self.root))
@@ -72,12 +74,12 @@ class FsStore:
             self.counters.add("fs_vanished")
             return False
         except PageError as error:
-            log.warning("fs tier: %s: %s; deleted", path.name, error)
+            self._seldom.warning("damaged", "fs tier: %s: %s; deleted", path.name, error)
             self.counters.add("fs_damaged")
             self._discard(path)
             return False
         except OSError as error:
-            log.warning("fs tier: cannot read %s: %s", path.name, error)
+            self._seldom.warning("read", "fs tier: cannot read %s: %s", path.name, error)
             self.counters.add("fs_read_errors")
             return False
         self._mark_used(path)
@@ -89,17 +91,20 @@ class FsStore:
             self._mark_used(path)
             return True
         size = header_size(key) + data.nbytes
-        if not self._reserve(size):
-            self.counters.add("fs_too_big")
-            return False
         try:
-            self._write_file(path, header_of(self.namespace, key, data), data)
+            if not self._reserve(size):
+                self.counters.add("fs_too_big")
+                return False
+            try:
+                self._write_file(path, header_of(self.namespace, key, data), data)
+            except OSError:
+                with self._lock:
+                    self._total -= size
+                raise
         except OSError as error:
-            with self._lock:
-                self._total -= size
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             self.counters.add("fs_disk_full" if full else "fs_write_errors")
-            log.warning("fs tier: cannot write %s: %s", path.name, error)
+            self._seldom.warning("write", "fs tier: cannot write %s: %s", path.name, error)
             return False
         return True
 
@@ -156,7 +161,7 @@ class FsStore:
             self._ops.unlink(path)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
-                log.warning("fs tier: cannot delete %s: %s", path.name, error)
+                self._seldom.warning("delete", "fs tier: cannot delete %s: %s", path.name, error)
                 self.counters.add("fs_delete_errors")
             return
         with self._lock:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxengine.offload.keys import OffloadKey
+from jaxengine.offload.tiers.file_ops import make_folder
 
 SUFFIX = ".kv"
 TEMPORARY = "tmp"
@@ -72,10 +73,10 @@ class TemporaryFolder:
 
     def __init__(self, root: pathlib.Path) -> None:
         base = root / TEMPORARY
-        base.mkdir(parents=True, exist_ok=True)
+        make_folder(base)
         self.removed = _remove_dead(base)
         self.path = base / uuid.uuid4().hex
-        self.path.mkdir()
+        make_folder(self.path)
         self._lock = _locked(self.path)
         self._count = 0
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxengine.offload.counters import Counters
 from jaxengine.offload.host_pool import Bytes
 from jaxengine.offload.keys import OffloadKey
+from jaxengine.offload.seldom import SeldomLog
 from jaxengine.offload.tiers.page_file import PageError, check_page, header_of, header_size
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class ObjectStore:
         self._store = store
         self.namespace = namespace
         self.counters = counters or Counters()
+        self._seldom = SeldomLog(log)  # a service that is down fails every block
         self._pool = ThreadPoolExecutor(PARALLEL, "kv-object")
 
     def contains(self, keys: Sequence[OffloadKey], stop_at_miss: bool) -> list[bool]:
@@ -92,22 +94,28 @@ class ObjectStore:
         return self._try("head", lambda: self._api.head(self._store, self._path(key))) is not None
 
     def _read(self, key: OffloadKey, page: Bytes) -> bool:
-        data = self._try("read", lambda: self._api.get(self._store, self._path(key)).bytes())
+        size = header_size(key)
+        data = self._try("read", lambda: self._get(key, size + page.nbytes))
         if data is None:
             return False
         whole = np.frombuffer(data, np.uint8)
-        size = header_size(key)
         try:
             if len(whole) != size + page.nbytes:
                 raise PageError("truncated or of another size")
             check_page(whole[:size].tobytes(), self.namespace, key, whole[size:])
         except PageError as error:
-            log.warning("object tier: %s: %s; deleted", self._path(key), error)
+            path = self._path(key)
+            self._seldom.warning("damaged", "object tier: %s: %s; deleted", path, error)
             self.counters.add("object_damaged")
             self.delete(key)
             return False
         page[:] = whole[size:]
         return True
+
+    def _get(self, key: OffloadKey, size: int) -> Any:
+        """The object's bytes; none of them when it says that it is of another size."""
+        found = self._api.get(self._store, self._path(key))
+        return found.bytes() if found.meta["size"] == size else b""
 
     def _try(self, what: str, call: Callable[[], Any]) -> Any:
         """None when the object is not there, or the service failed (counted)."""
@@ -116,7 +124,8 @@ class ObjectStore:
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001  whatever the service or network did is a miss
-            log.warning("object tier: %s: %s", what, str(error).partition("\n")[0][:200])
+            reason = str(error).partition("\n")[0][:200]
+            self._seldom.warning(what, "object tier: %s: %s", what, reason)
             self.counters.add(f"object_{what}_errors")
             return None
 

@@ -14,6 +14,7 @@ from typing import Literal
 from jaxengine.offload.counters import Counters
 from jaxengine.offload.host_pool import Bytes
 from jaxengine.offload.keys import OffloadKey
+from jaxengine.offload.seldom import SeldomLog
 from jaxengine.offload.tiers.base import BlockStore
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class TierWorker:
         self.store = store
         self.writable = store.writable
         self._counters = counters
+        self._seldom = SeldomLog(log)
         self._results: deque[TierResult] = deque()
         self._reads: queue.Queue[Task | None] = queue.Queue(max_queue)
         self._writes: queue.Queue[Task | None] = queue.Queue(max_queue)
@@ -133,7 +135,7 @@ class TierWorker:
             try:
                 ok = call()
             except Exception:  # noqa: BLE001  one task must not end the tier
-                log.exception("%s tier: %s failed", self.name, kind)
+                self._seldom.warning(kind, "%s tier: %s failed", self.name, kind, trace=True)
                 self._counters.add(f"{self.name}_{kind}_exceptions")
                 ok = [False] * len(keys)
             self._counters.add(f"{self.name}_{kind}_seconds", time.perf_counter() - began)

@@ -215,6 +215,77 @@ def test_a_full_disk_is_counted_and_leaves_nothing(tmp_path: pathlib.Path) -> No
     store.close()
 
 
+def test_a_full_disk_is_one_line_in_the_log(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FsStore(tmp_path, SPACE, 10**6, ops=FullDisk())
+    for i in range(50):
+        assert not store.write(key_of(i), page_of(i))
+    assert store.counters.get("fs_disk_full") == 50
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "No space left on device" in line
+    store.close()
+
+
+def test_damaged_files_are_one_line_in_the_log(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FsStore(tmp_path, SPACE, 10**6)
+    for i in range(20):
+        assert store.write(key_of(i), page_of(i))
+        os.truncate(store._path(key_of(i)), 10)
+    assert not any(read(store, i) for i in range(20))
+    assert store.counters.get("fs_damaged") == 20 and len(caplog.records) == 1
+    store.close()
+
+
+def test_nobody_else_may_look(tmp_path: pathlib.Path) -> None:
+    """Folders 0700 and files 0600, whatever the umask; a folder that was there stays as it is."""
+    root = tmp_path / "new" / "kv"
+    tmp_path.chmod(0o755)
+    old = os.umask(0)
+    try:
+        store = FsStore(root, SPACE, 10**6)
+        assert store.write(key_of(1), page_of(1))
+        (store._tmp.path / "unfinished").touch(0o600)
+        paths = [root.parent, root, *root.rglob("*")]
+        modes = {path: path.stat().st_mode & 0o777 for path in paths}
+        assert len(paths) == 9  # new, kv, namespace/xx/xx/block, tmp/random/unfinished
+        assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in paths}
+        assert tmp_path.stat().st_mode & 0o777 == 0o755
+        store.close()
+    finally:
+        os.umask(old)
+
+
+def test_a_file_in_the_way_of_a_folder(tmp_path: pathlib.Path) -> None:
+    store = FsStore(tmp_path, SPACE, 10**6)
+    (tmp_path / SPACE.hex()).touch()
+    assert not store.write(key_of(1), page_of(1)) and not read(store, 1)
+    assert store.counters.get("fs_write_errors") == 1 and store.total_bytes == 0
+    store.close()
+    with pytest.raises(OSError):
+        FsStore(tmp_path / SPACE.hex(), SPACE, 10**6)
+
+
+def test_a_folder_that_cannot_be_cleaned(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that went read-only: the write is dropped and counted, like any other."""
+
+    def unlink(path: pathlib.Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    store = FsStore(tmp_path, SPACE, 2 * FILE)
+    assert store.write(key_of(0), page_of(0)) and store.write(key_of(1), page_of(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "unlink", unlink)
+        assert not store.write(key_of(2), page_of(2))
+    assert store.counters.get("fs_write_errors") == 1 and store.total_bytes == 2 * FILE
+    assert store.write(key_of(2), page_of(2)) and read(store, 2)
+    store.close()
+
+
 def test_the_limit_holds_and_the_oldest_go(tmp_path: pathlib.Path) -> None:
     limit = 20 * FILE
     store = FsStore(tmp_path, SPACE, limit)

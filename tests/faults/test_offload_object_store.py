@@ -95,6 +95,41 @@ def test_damaged_objects_are_deleted(bucket: Bucket) -> None:
     store.close()
 
 
+def test_a_service_that_is_down_is_a_line_of_each_kind_in_the_log(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = connect(bucket)
+    bucket.status = 403
+    assert read(store, 10) == [False] * 10
+    assert not any(store.write(key_of(i), page_of(i)) for i in range(10))
+    assert store.counters.get("object_read_errors") == 10
+    ours = [record.args for record in caplog.records if record.name.endswith("object_store")]
+    assert sorted(str(args[0]) for args in ours if isinstance(args, tuple)) == ["read", "write"]
+    store.close()
+
+
+class Huge:
+    """An object that says how big it is, and must not be asked for more."""
+
+    meta = {"size": 2**40}
+
+    def bytes(self) -> bytes:
+        raise AssertionError("it was fetched")
+
+
+def test_an_object_of_another_size_is_not_fetched(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(open_store(tmp_path.as_uri()), SPACE)
+    assert store.write(key_of(0), page_of(0))
+    with monkeypatch.context() as patch:
+        patch.setattr("obstore.get", lambda *args: Huge())
+        assert read(store, 1) == [False]
+    assert store.counters.snapshot() == {"object_damaged": 1}
+    assert store.contains([key_of(0)], True) == [False]  # and it is deleted
+    store.close()
+
+
 def test_local_folder_and_mistakes(tmp_path: pathlib.Path) -> None:
     store = ObjectStore(open_store(tmp_path.as_uri()), SPACE)
     assert store.write(key_of(0), page_of(0)) and read(store, 2) == [True, False]

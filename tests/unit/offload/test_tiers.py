@@ -229,3 +229,16 @@ def test_a_slow_tier_blocks_nobody_and_a_broken_one_ends_nothing() -> None:
     assert counters.get("slow_contains_exceptions") == 1
     assert counters.get("slow_delete_exceptions") == 1
     manager.close()
+
+
+def test_a_broken_tier_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    counters = Counters()
+    worker = TierWorker("slow", SlowStore(), counters)  # type: ignore[arg-type]
+    for token in range(20):
+        worker.ask(token, [key_of(1)], False)
+    deadline = time.monotonic() + 10
+    while counters.get("slow_contains_exceptions") < 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert len(caplog.records) == 1 and "RuntimeError: broken" in caplog.text
+    worker.close()
