@@ -290,7 +290,8 @@ class ServerConfig:
     exclude_tools_when_tool_choice_none: bool = False
     """Leave the tools out of the prompt when tool_choice is none."""
     enable_force_include_usage: bool = False
-    """Streams end with the usage, whether stream_options asks for it or not."""
+    """Every chunk of a stream has the usage so far, and its end the whole, whether stream_options
+    asks for it or not."""
     stream_interval: int = 1
     """Tokens in a chunk of a stream; the first comes at once all the same. More: fewer, larger
     writes, for many streams on few cores."""

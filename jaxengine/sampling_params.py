@@ -69,7 +69,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None  # "left" (the default): the last tokens stay; "right"
     skip_reading_prefix_cache: bool | None = None
+    stream_interval: int | None = None  # tokens in a chunk, where that is more than the server's
 
     @property
     def stop_strings(self) -> list[str]:

@@ -99,7 +99,6 @@ class AsyncLLM:
         self._dead: EngineDeadError | None = None
         self._death = asyncio.Event()
         self._closing = False
-        self._noticed = False
         self._task: asyncio.Task[None] | None = None
         self._processor: InputProcessor
         self._in_flight: InFlight | None = None
@@ -145,6 +144,7 @@ class AsyncLLM:
             limits,
             front.sampling_defaults,
             self.config.server.reasoning_parser,
+            takes_priorities=self.config.scheduler.scheduling_policy == "priority",
         )
         self.default_params = self._processor.default_params
         outputs = OutputProcessor(self.tokenizer, self.config.server.stream_interval)
@@ -156,6 +156,11 @@ class AsyncLLM:
     @property
     def limits(self) -> Limits:
         return self._processor.limits
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return self._processor.longest_token
 
     async def add(
         self,
@@ -176,7 +181,6 @@ class AsyncLLM:
         """
         in_flight = self.check()
         self._group.placer.check(placement)
-        self._notice(priority)
         arrival = time.time()
         clock = time.monotonic()
         request_id = request_id or uuid.uuid4().hex
@@ -203,12 +207,6 @@ class AsyncLLM:
             self.metrics.rejected()
             raise OverloadedError(str(error)) from None
         return in_flight.add(processed, request_id, kind, clock, placement)
-
-    def _notice(self, priority: int) -> None:
-        """Say once that requests have priorities that nobody looks at."""
-        if priority and not self._noticed and self.config.scheduler.scheduling_policy == "fcfs":
-            self._noticed = True
-            log.warning("priority changes nothing: the scheduling policy is fcfs")
 
     async def generate(
         self,

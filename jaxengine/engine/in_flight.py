@@ -6,8 +6,7 @@ import asyncio
 import time
 from typing import Protocol
 
-from jaxengine.engine.admission import UnavailableError, WaitingRoom
-from jaxengine.engine.client import EngineDeadError
+from jaxengine.engine.admission import WaitingRoom
 from jaxengine.engine.dp.balancer import ANYWHERE, Placement
 from jaxengine.engine.messages import EngineOutput, EngineRequest
 from jaxengine.engine.stream import Kind, RequestStream
@@ -55,7 +54,7 @@ class InFlight:
         placement: Placement = ANYWHERE,
     ) -> RequestStream:
         """Send the request to the engine. `clock`: time.monotonic() of its arrival.
-        Raises EngineDeadError, UnavailableError."""
+        Raises EngineDeadError, UnavailableError. Whatever is raised, nothing is kept."""
         internal_id = processed.request_id
         stream = RequestStream(self.drop, request_id, internal_id, kind)
         stream.prompt_len = len(processed.prompt_token_ids)
@@ -67,10 +66,10 @@ class InFlight:
         self._waiting.enter(stream.prompt_len)
         try:
             ranks = [self._placer.add(request, placement) for request in processed.requests]
-        except (EngineDeadError, UnavailableError):
+            self._metrics.added(processed.requests, clock, ranks)
+        except BaseException:
             self.drop(internal_id)
             raise
-        self._metrics.added(processed.requests, clock, ranks)
         return stream
 
     def deliver(self, outputs: list[EngineOutput], rank: int = 0) -> None:

@@ -13,14 +13,14 @@ import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 from tqdm import tqdm
 
-from jaxengine.config import EngineConfig
+from jaxengine.config import EngineConfig, template_kwargs
+from jaxengine.engine.front import FrontModel, load_front, read_template
 from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 from jaxengine.frontend.display import llm_html
 from jaxengine.frontend.output_processor import OutputProcessor
@@ -31,18 +31,13 @@ from jaxengine.frontend.pooling import (
     pooling_params,
     pooling_settings,
 )
-from jaxengine.frontend.processor import (
-    InputProcessor,
-    ProcessedRequest,
-    Prompt,
-    generation_override,
-)
+from jaxengine.frontend.processor import InputProcessor, ProcessedRequest, Prompt
 from jaxengine.frontend.validation import Limits, RequestError
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.vllm_names import note_vllm_environment
 
 if TYPE_CHECKING:
     from jaxengine.frontend.tokenizer import Tokenizer
-    from jaxengine.weights.resolve import ModelFiles
 
 logger = logging.getLogger(__name__)
 
@@ -87,16 +82,15 @@ class LLM:
         from jaxengine import platform
         from jaxengine.weights.resolve import resolve_model
 
+        note_vllm_environment()
         model = config.model
-        files = resolve_model(model.model, model.revision, model.download_dir)
+        resolve_model(model.model, model.revision, model.download_dir)  # fails at once, if at all
         with ThreadPoolExecutor(1) as pool:  # the tokenizer is read while JAX is imported
-            loading = pool.submit(_load_tokenizer, files, config, skip_tokenizer_init)
+            loading = pool.submit(load_front, config, skip_tokenizer_init)
             platform.setup()  # before JAX is imported, which EngineCore's module does
             from jaxengine.engine.core import EngineCore
-        tokenizer = loading.result()
-        defaults = files.generation_config if config.model.generation_config == "auto" else {}
-        override = generation_override(config.model.override_generation_config)
-        self._init(EngineCore(config), tokenizer, config, {**defaults, **override})
+        front = loading.result()
+        self._init(EngineCore(config), front, config)
 
     @classmethod
     def from_core(
@@ -108,25 +102,26 @@ class LLM:
     ) -> LLM:
         """An LLM over a core that exists already."""
         llm = cls.__new__(cls)
-        llm._init(core, tokenizer, config or EngineConfig(), generation_config or {})
+        template = None if tokenizer is None else tokenizer.chat_template
+        front = FrontModel(tokenizer, template, generation_config or {})
+        llm._init(core, front, config or EngineConfig())
         return llm
 
-    def _init(
-        self,
-        core: Core,
-        tokenizer: Tokenizer | None,
-        config: EngineConfig,
-        generation_config: Mapping[str, Any],
-    ) -> None:
+    def _init(self, core: Core, front: FrontModel, config: EngineConfig) -> None:
         ready = core.ready()
         limits = Limits(ready.max_model_len, ready.vocab_size, config.model.max_logprobs)
         self.config = config
         self._core = core
-        self._tokenizer = tokenizer
+        self._front = front
+        self._tokenizer = front.tokenizer
         self._inputs = InputProcessor(
-            tokenizer, limits, generation_config, config.server.reasoning_parser
+            front.tokenizer,
+            limits,
+            front.sampling_defaults,
+            config.server.reasoning_parser,
+            takes_priorities=config.scheduler.scheduling_policy == "priority",
         )
-        self._outputs = OutputProcessor(tokenizer)
+        self._outputs = OutputProcessor(front.tokenizer)
         self._count = 0
         self._closed = False
 
@@ -198,8 +193,9 @@ class LLM:
             tools=None if tools is None else list(tools),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **(chat_template_kwargs or {}),
         )
+        options |= template_kwargs(self.config.server.default_chat_template_kwargs)
+        options |= chat_template_kwargs or {}
         prompts = [self._render(c, chat_template, options) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -276,13 +272,12 @@ class LLM:
     def _render(
         self, messages: Sequence[Message], template: str | None, options: Mapping[str, Any]
     ) -> Prompt:
-        from jaxengine.frontend.chat_template import ChatTemplateError, render_messages
+        from jaxengine.frontend.chat_template import ChatTemplateError, render_conversation
 
         tokenizer = self.get_tokenizer()
-        source = template or self.config.model.chat_template
-        chosen = tokenizer.chat_template if source is None else read_template(source)
+        chosen = self._front.chat_template if template is None else read_template(template)
         try:
-            text = render_messages(
+            text = render_conversation(
                 chosen,
                 # what is no mapping is refused there, by its position
                 [dict(m) if isinstance(m, Mapping) else m for m in messages],
@@ -343,24 +338,6 @@ class LLM:
                 self._core.step()
         except Exception:  # noqa: BLE001 - the error that ended the batch is the one to raise
             logger.exception("the engine could not be emptied after the batch was abandoned")
-
-
-def _load_tokenizer(files: ModelFiles, config: EngineConfig, skip: bool) -> Tokenizer | None:
-    if skip:
-        return None
-    from jaxengine.frontend.tokenizer import load_tokenizer
-
-    return load_tokenizer(files, config.model.tokenizer)
-
-
-def read_template(source: str) -> str:
-    """A chat template given as text (it has braces) or as a file's path."""
-    if "{" in source:
-        return source
-    try:
-        return Path(source).read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError("chat_template", f"cannot read {source!r}: {error.strerror}") from error
 
 
 def _is_one(prompts: object) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
+SYSTEM = ("system", "developer")
 
 
 class ChatTemplateError(ValueError):
@@ -111,6 +112,61 @@ def for_template(message: Message, template: str) -> Message:
     if "thinking" in template and not (message.get("content") and "tool_calls" in message):
         made.setdefault("thinking", reasoning)
     return made
+
+
+def plainer_turns(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """The same conversation for templates that take a system turn at the beginning only, or none:
+    with all system turns merged into the leading one; so, with what two user turns then say in a
+    row as one; and with the system's text at the head of the first user turn. Agents send system
+    turns in the middle. Nothing for a conversation without system turns."""
+    said = [m["content"] for m in messages if m["role"] in SYSTEM]
+    if not said:
+        return
+    rest = [m for m in messages if m["role"] not in SYSTEM]
+    system = [{"role": "system", "content": _together(said)}]
+    yield [*system, *rest]
+    joined = _user_turns_joined(rest)
+    yield [*system, *joined]
+    for i, message in enumerate(joined):
+        if message["role"] == "user":
+            both = _together([*said, message["content"]])
+            yield [*joined[:i], {**message, "content": both}, *joined[i + 1 :]]
+            return
+
+
+def loses_system(messages: Sequence[Message], shown: str) -> bool:
+    """Whether a prompt lacks what a system turn behind the leading ones says."""
+    led = False
+    for message in messages:
+        if message["role"] not in SYSTEM:
+            led = True
+        elif led:
+            content = message["content"]
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            if any(text.strip() not in shown for text in texts):
+                return True
+    return False
+
+
+def _user_turns_joined(messages: Sequence[Message]) -> list[Message]:
+    made: list[Message] = []
+    for message in messages:
+        if made and message["role"] == "user" == made[-1]["role"]:
+            content = _together([made[-1]["content"], message["content"]])
+            made[-1] = {**made[-1], "content": content}
+        else:
+            made.append(message)
+    return made
+
+
+def _together(contents: Sequence[Any]) -> Any:
+    """Contents one after the other: as text, or as parts if one of them has parts."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(content for content in contents if content)
+    parts: list[dict[str, str]] = []
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
 
 
 def with_null_content(message: Message) -> Message:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -25,7 +28,9 @@ from jaxengine.frontend.chat_messages import (
     Message,
     as_text,
     for_template,
+    loses_system,
     normalize_messages,
+    plainer_turns,
     with_calls_in_content,
     with_null_content,
 )
@@ -35,6 +40,7 @@ __all__ = [
     "normalize_messages",
     "pick_template",
     "render_chat",
+    "render_conversation",
     "render_messages",
     "takes_content_parts",
     "takes_tools",
@@ -71,14 +77,38 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Every turn of a loop, and every call of a macro, looks at the clock: a template that never
+    ends is given up."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        found: list[Any] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+        for node in found:
+            look = nodes.Call(nodes.Name(_LOOK, "load"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(look, lineno=node.lineno))
+        tree.set_environment(self)
+        return tree
+
+
+_LOOK = "_look_at_the_clock"
+_SECONDS = 5.0  # of CPU, that a template may take
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+
+
+def _look_at_the_clock() -> str:
+    if time.thread_time() > _deadline.get():
+        raise jinja2.TemplateError(f"the chat template took more than {_SECONDS:g} s")
+    return ""
+
+
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
+    env.globals[_LOOK] = _look_at_the_clock
     return env
 
 
@@ -169,6 +199,7 @@ def render_chat(
     tokens = {"bos_token": bos_token, "eos_token": eos_token}
     variables = {k: v for k, v in tokens.items() if v is not None} | kwargs
     compiled = _compiled(template)
+    began = _deadline.set(time.thread_time() + _SECONDS)
     try:
         text = compiled.render(
             messages=messages,
@@ -181,6 +212,8 @@ def render_chat(
         raise ChatTemplateError(e.message or type(e).__name__) from e
     except Exception as e:  # noqa: BLE001  (a template is foreign code; its error is the request's)
         raise ChatTemplateError(f"the chat template failed: {e}") from e
+    finally:
+        _deadline.reset(began)
     return _cut(text) if continue_final_message else text
 
 
@@ -211,7 +244,7 @@ def render_messages(
     tools: list[dict[str, Any]] | None = None,
     **kwargs: Any,
 ) -> str:
-    """What a chat endpoint calls: pick the template, normalise the messages, render.
+    """Pick the template, normalise the messages, render.
 
     Some templates paste tool-call arguments as text; those that fail on mappings are given JSON
     text instead. Some show calls only where content is null; those that leave calls out are given
@@ -219,7 +252,51 @@ def render_messages(
     render_chat. Raises ChatTemplateError.
     """
     text = pick_template(template, template_name, tools)
-    normal = normalize_messages(messages, keep_parts=takes_content_parts(text))
+    return _rendered(text, _normal(text, messages), tools, kwargs)
+
+
+def render_conversation(
+    template: str | Mapping[str, str] | None,
+    messages: Sequence[Message],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    **kwargs: Any,
+) -> str:
+    """What a chat endpoint calls: as `render_messages`, with one thing more. Where a template
+    refuses or passes over system turns, all or those in the middle, what these say is moved
+    (`plainer_turns`). Raises ChatTemplateError with the template's own words."""
+    text = pick_template(template, None, tools)
+    normal = _normal(text, messages)
+    shown, refusal = None, None
+    try:
+        shown = _rendered(text, normal, tools, kwargs)
+        if not loses_system(normal, shown):
+            return shown
+    except ChatTemplateError as e:
+        if not isinstance(e.__cause__, jinja2.TemplateError):
+            raise
+        refusal = e
+    for plainer in plainer_turns(normal):
+        with contextlib.suppress(ChatTemplateError):  # then it stays as it was
+            other = _rendered(text, plainer, tools, kwargs)
+            if not loses_system(normal, other):
+                return other
+    if refusal is not None:
+        raise refusal
+    assert shown is not None
+    return shown
+
+
+def _normal(text: str, messages: Sequence[Message]) -> list[Message]:
+    return normalize_messages(messages, keep_parts=takes_content_parts(text))
+
+
+def _rendered(
+    text: str,
+    normal: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    kwargs: Mapping[str, Any],
+) -> str:
     ready = [for_template(m, text) for m in normal]
     try:
         shown = render_chat(text, ready, tools=tools, **kwargs)

@@ -35,7 +35,8 @@ class OutputProcessor:
 
     Kinds of output: "delta" what is new since the last one; "cumulative" everything so far;
     "final" nothing until all n completions ended. Of a completion that runs, "delta" and
-    "cumulative" give the first token at once, and then `stream_interval` tokens at a time.
+    "cumulative" give the first token at once, and then `stream_interval` tokens at a time, or more
+    if the request asks for that.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1) -> None:
@@ -92,8 +93,10 @@ class OutputProcessor:
             news[completion.index] = completion
         results = []
         for request_id, news in touched.items():
-            due = [c for c in news.values() if c.is_due(self._interval)]
-            result = self._emit(self._requests[request_id], due, now) if due else None
+            request = self._requests[request_id]
+            interval = max(self._interval, request.processed.params.stream_interval or 1)
+            due = [c for c in news.values() if c.is_due(interval)]
+            result = self._emit(request, due, now) if due else None
             if result is not None:
                 results.append(result)
         return results, abort

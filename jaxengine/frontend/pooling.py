@@ -34,7 +34,9 @@ def pooling_settings(setting: str | dict[str, Any] | None) -> tuple[str, bool]:
     return pooling.lower(), normalize
 
 
-def pooling_params(truncate_prompt_tokens: int | None = None) -> SamplingParams:
+def pooling_params(
+    truncate_prompt_tokens: int | None = None, truncation_side: str | None = None
+) -> SamplingParams:
     """What an embedding runs with: one token is sampled, and thrown away."""
     return SamplingParams(
         temperature=0.0,
@@ -42,6 +44,7 @@ def pooling_params(truncate_prompt_tokens: int | None = None) -> SamplingParams:
         ignore_eos=True,
         detokenize=False,
         truncate_prompt_tokens=truncate_prompt_tokens,
+        truncation_side=truncation_side,
     )
 
 

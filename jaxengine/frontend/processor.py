@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -26,14 +27,30 @@ from jaxengine.frontend.validation import (
     fit_to_context,
 )
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.sched.slot_record import MAX_BAD_WORD_LEN
 
 if TYPE_CHECKING:
     from jaxengine.frontend.tokenizer import Tokenizer
     from jaxengine.structured import Spec
 
-# text, token ids, or {"prompt": text, "prompt_token_ids": ids, "add_special_tokens": bool,
-# "thinking": whether an answer to it begins "inside" a thought, "maybe" or "outside"}
+# text, token ids, or {"prompt": text, "prompt_token_ids": ids, "cache_salt": text,
+# "add_special_tokens": bool, "thinking": whether an answer to it begins "inside" a thought, "maybe"
+# or "outside"}
 Prompt = str | list[int] | Mapping[str, Any]
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "thinking")
+# Keys of vLLM's prompts for what is not served: None and empty ask for nothing.
+_NOT_SERVED = (
+    "multi_modal_data",
+    "multi_modal_uuids",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "encoder_prompt",
+    "decoder_prompt",
+    "token_type_ids",
+)
+# Tokens behind those that are kept of a truncated text: where it is cut its first words may become
+# other tokens than in the whole text.
+_MARGIN = 64
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -96,14 +113,16 @@ class InputProcessor:
         limits: Limits,
         generation_defaults: Mapping[str, Any] | None = None,
         reasoning_parser: str | None = None,
+        takes_priorities: bool = True,
     ) -> None:
+        """`takes_priorities`: the scheduler looks at them; else one that is not 0 is refused."""
         self.tokenizer = tokenizer
         self.limits = limits
         self.default_params = default_params(generation_defaults or {})
         self._reasoning_parser = reasoning_parser
+        self._takes_priorities = takes_priorities
         self._eos = list(tokenizer.eos_ids) if tokenizer else []
         self.grammars = GrammarChecks()
-        self._longest_token = 0  # characters; measured when first needed
 
     def process(
         self,
@@ -136,7 +155,9 @@ class InputProcessor:
             )
         if checked.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, and none is loaded")
-        text, ids = self._prompt(prompt, checked.truncate_prompt_tokens)
+        text, ids = self._prompt(prompt, checked)
+        if isinstance(prompt, Mapping) and cache_salt is None:
+            cache_salt = prompt.get("cache_salt")
         checked = fit_to_context(checked, len(ids), self.limits)
         bad_words = self._bad_words(checked)
         thinking = None
@@ -145,6 +166,10 @@ class InputProcessor:
             parser, tokens = self._reasoning_parser, checked.thinking_token_budget
             thinking = thinking_budget(tokens, parser, self.tokenizer, ids, start)
         priority, salt = check_priority(priority), check_cache_salt(cache_salt)
+        if priority and not self._takes_priorities:
+            raise RequestError(
+                "priority", f"priority {priority} needs the scheduling_policy priority, not fcfs"
+            )
         requests = [
             EngineRequest(
                 request_id=request_id if checked.n == 1 else f"{i}_{request_id}",
@@ -164,13 +189,15 @@ class InputProcessor:
             self.grammars.check(grammar)
         return ProcessedRequest(request_id, text, ids, checked, requests, arrival, grammar)
 
-    def _prompt(self, prompt: Prompt, keep: int | None) -> tuple[str | None, list[int]]:
+    def _prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
+        keep, right = params.truncate_prompt_tokens, params.truncation_side == "right"
         text: str | None = None
         special = True
         ids: Any = None
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, Mapping):
+            _check_keys(prompt)
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             special = bool(prompt.get("add_special_tokens", True))
             if text is None and ids is None:
@@ -180,25 +207,28 @@ class InputProcessor:
         if text is not None:
             check_text("prompt", text)
             if ids is None:
-                ids = self._encode(text, special, keep)
+                ids = self._encode(text, special, keep, right)
         if keep is not None and isinstance(ids, list | tuple):
-            ids = ids[-keep:]
+            ids = ids[:keep] if right else ids[-keep:]
         return text, check_prompt_ids(ids, self.limits)
 
-    def _encode(self, text: str, special: bool, keep: int | None) -> list[int]:
+    def _encode(self, text: str, special: bool, keep: int | None, right: bool) -> list[int]:
+        """Token ids of a text, or of the end of it that holds the tokens to keep."""
         if self.tokenizer is None:
             raise RequestError("prompt", "prompt must be token ids: no tokenizer is loaded")
+        if keep is not None and len(text) > 16 * (keep + _MARGIN):
+            most = (keep + _MARGIN) * self.longest_token
+            text = text[:most] if right else text[-most:]
         # A text this long cannot fit whatever its tokens: refuse it without minutes of tokenizing.
         if keep is None and len(text) > 16 * self.limits.max_model_len:
-            least = -(-len(text) // self._longest())
+            least = -(-len(text) // self.longest_token)
             check_prompt_length(least, self.limits, at_least=True)
         return self.tokenizer.encode(text, add_special_tokens=special)
 
-    def _longest(self) -> int:
-        if not self._longest_token:
-            assert self.tokenizer is not None
-            self._longest_token = max(map(len, self.tokenizer.tk.get_vocab()), default=1)
-        return self._longest_token
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token; 1 without a tokenizer."""
+        return 1 if self.tokenizer is None else max(map(len, self.tokenizer.tk.get_vocab()))
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Ids of each bad word, plain and as it appears after a space."""
@@ -207,7 +237,12 @@ class InputProcessor:
         if self.tokenizer is None:
             raise RequestError("bad_words", "bad_words needs a tokenizer, and none is loaded")
         banned: list[list[int]] = []
+        most = MAX_BAD_WORD_LEN * self.longest_token
         for word in params.bad_words:
+            if len(word) > most:  # it is not worth encoding
+                raise RequestError(
+                    "bad_words", f"bad_words holds a word of more than {MAX_BAD_WORD_LEN} tokens"
+                )
             plain = self.tokenizer.encode(word, add_special_tokens=False)
             spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
             if not plain:
@@ -220,6 +255,17 @@ class InputProcessor:
         if params.allowed_token_ids and singles.issuperset(params.allowed_token_ids):
             raise RequestError("bad_words", "bad_words bans every one of allowed_token_ids")
         return banned
+
+
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    """Raises RequestError for a part of a prompt that would be left out of the answer."""
+    for key, value in prompt.items():
+        if key in _PROMPT_KEYS:
+            continue
+        if key not in _NOT_SERVED:
+            raise RequestError("prompt", f"prompt has the key {key!r}, which is not known")
+        if value is not None and value != {}:
+            raise RequestError(str(key), f"{key} is not supported: prompts are text or token ids")
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:

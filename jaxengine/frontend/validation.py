@@ -17,8 +17,10 @@ from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxengine.structured import Spec, check_structured
 
 MAX_N = 16384
+MAX_PROMPTS = 2048  # of one request, as for embeddings
 MAX_BAD_WORDS = 1024
 MAX_STOP_STRINGS = 1024
+MAX_STOP_LENGTH = 1024  # characters; every new text is searched for every stop string
 # At 1e-4 and below the logits' own rounding decides, so these are greedy. Larger ones are sampled.
 GREEDY_TEMPERATURE = 1e-4
 INT64 = (-(2**63), 2**63 - 1)
@@ -28,12 +30,17 @@ PENALTY_RANGE = (1e-30, 1e30)
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked. `field` is the parameter at fault."""
+    """A request that cannot be served as asked. `field` is the parameter at fault; `code`, where
+    there is one, tells programs what is wrong."""
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.field = field
         self.message = message
+        self.code = code
+
+
+TOO_LONG = "context_length_exceeded"  # what clients look for before they shorten a conversation
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,15 @@ class Limits:
 
 
 def check_int(field: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` as an int within [low, high]; RequestError otherwise."""
+    """`value` as an int within [low, high] (None: what 64 bits hold); RequestError otherwise."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(field, f"{field} must be an integer, got {_show(value)}")
-    if value < low or (high is not None and value > high):
+    if value < low or value > (INT64[1] if high is None else high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        if high is None and value > low:
+            bounds = f"below 2**63, and {bounds}"
         raise RequestError(field, f"{field} must be {bounds}, got {_show(value)}")
     return value
 
@@ -105,6 +114,15 @@ def check_token_ids(field: str, value: object, vocab_size: int) -> list[int]:
     return ids
 
 
+def _check_set(field: str, value: object, vocab_size: int) -> list[int]:
+    """Token ids of which each counts once."""
+    if isinstance(value, list | tuple) and len(value) > vocab_size:
+        raise RequestError(
+            field, f"{field} has {len(value)} entries, more than the {vocab_size} tokens there are"
+        )
+    return list(dict.fromkeys(check_token_ids(field, value, vocab_size)))
+
+
 def check_priority(value: object) -> int:
     return check_int("priority", value, *INT64)
 
@@ -129,11 +147,13 @@ def check_prompt_length(length: int, limits: Limits, *, at_least: bool = False) 
     if length == 0:
         raise RequestError("prompt", "prompt is empty: at least 1 token is needed")
     if length >= limits.max_model_len:
+        # in the words that clients look for: those of Anthropic's API, then those of OpenAI's
         raise RequestError(
             "prompt",
-            f"prompt has {'at least ' if at_least else ''}{length} tokens, more than the "
-            f"{limits.max_model_len - 1} that leave room for one output token "
-            f"(max_model_len is {limits.max_model_len})",
+            f"prompt is too long: {'at least ' if at_least else ''}{length} tokens > "
+            f"{limits.max_model_len - 1} maximum (this model's maximum context length is "
+            f"{limits.max_model_len} tokens; max_model_len is {limits.max_model_len})",
+            TOO_LONG,
         )
 
 
@@ -161,7 +181,7 @@ def check_params(params: SamplingParams, limits: Limits) -> SamplingParams:
         "stop": _check_strings("stop", params.stop),
         "stop_token_ids": None
         if params.stop_token_ids is None
-        else check_token_ids("stop_token_ids", params.stop_token_ids, vocab),
+        else _check_set("stop_token_ids", params.stop_token_ids, vocab),
         "logit_bias": _check_logit_bias(params.logit_bias, vocab),
         "bad_words": _check_strings("bad_words", params.bad_words),
     }
@@ -189,10 +209,15 @@ def check_params(params: SamplingParams, limits: Limits) -> SamplingParams:
         raise RequestError("stop", "stop strings need detokenize")
     if len(changes["stop"] or ()) > MAX_STOP_STRINGS:
         raise RequestError("stop", f"stop may hold at most {MAX_STOP_STRINGS} strings")
+    longest = max(map(len, changes["stop"] or [""]))
+    if longest > MAX_STOP_LENGTH:
+        raise RequestError(
+            "stop", f"stop holds a string of {longest} characters, above {MAX_STOP_LENGTH}"
+        )
     if len(changes["bad_words"] or ()) > MAX_BAD_WORDS:
         raise RequestError("bad_words", f"bad_words may hold at most {MAX_BAD_WORDS} words")
     if params.allowed_token_ids is not None:
-        allowed = check_token_ids("allowed_token_ids", params.allowed_token_ids, vocab)
+        allowed = _check_set("allowed_token_ids", params.allowed_token_ids, vocab)
         if not allowed:
             raise RequestError("allowed_token_ids", "allowed_token_ids must not be empty")
         changes["allowed_token_ids"] = allowed
@@ -205,6 +230,11 @@ def check_params(params: SamplingParams, limits: Limits) -> SamplingParams:
             raise RequestError(name, f"{name} cannot be combined with allowed_token_ids")
     if params.truncate_prompt_tokens is not None:
         changes["truncate_prompt_tokens"] = _check_truncation(params.truncate_prompt_tokens, limits)
+    if params.stream_interval is not None:
+        changes["stream_interval"] = check_int("stream_interval", params.stream_interval, 1)
+    if params.truncation_side not in (None, "left", "right"):
+        side = _show(params.truncation_side)
+        raise RequestError("truncation_side", f"truncation_side must be left or right, got {side}")
     skip_cache = params.skip_reading_prefix_cache
     if skip_cache is None:
         changes["skip_reading_prefix_cache"] = params.prompt_logprobs is not None
@@ -311,7 +341,7 @@ def _check_logit_bias(value: object, vocab_size: int) -> dict[int, float] | None
 
 
 def _check_truncation(value: object, limits: Limits) -> int:
-    """Tokens of the prompt to keep, from its end; -1 = as many as fit."""
+    """Tokens of the prompt to keep; -1 = as many as fit."""
     keep = check_int("truncate_prompt_tokens", value, -1, limits.max_model_len - 1)
     if keep == 0:
         raise RequestError("truncate_prompt_tokens", "truncate_prompt_tokens must not be 0")

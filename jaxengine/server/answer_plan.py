@@ -12,6 +12,7 @@ from jaxengine.frontend.reasoning import FINAL, Start, thinking_start
 from jaxengine.frontend.tokenizer import Tokenizer
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answers import Style, is_harmony, make_parser, markers
+from jaxengine.server.constraints import constraint_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.protocol import ChatBody
 from jaxengine.server.tool_grammar import after_reasoning, enforced_calls, free_calls
@@ -35,9 +36,12 @@ def plan_answer(
     assert tokenizer is not None  # the prompt was rendered
     constraint = params.structured_outputs
     ours = False
+    # response_format is for the answer, beside which calls may stand; what is given as
+    # structured_outputs is for whatever the model writes
+    alone = constraint is not None and not constraint_of(body)[1].startswith("response_format")
     if tools.enforced:
         constraint = enforced_calls(tools)
-    elif tools.mode == "auto" and (constraint is not None or tools.strict):
+    elif not alone and tools.mode == "auto" and (constraint is not None or tools.strict):
         parser = config.tool_call_parser or ""
         constraint, ours = free_calls(tools, constraint, parser, _token_ids(tokenizer)), True
     special = [

@@ -131,6 +131,7 @@ class Answer:
                     last = ToolCall(FunctionCall(), index=at)
                     delta.tool_calls.append(last)
                 last.function.arguments += piece
+        delta.reasoning = delta.reasoning_content
         return delta
 
     def message(self, text: str, echo: str = "") -> Message:
@@ -141,7 +142,12 @@ class Answer:
         content = echo + (delta.content or "")
         empty = not content and (self.called or self.reasoned)
         return Message(
-            "assistant", None if empty else content, None, delta.reasoning_content, delta.tool_calls
+            "assistant",
+            None if empty else content,
+            None,
+            delta.reasoning_content,
+            delta.reasoning,
+            delta.tool_calls,
         )
 
     def _new_call(self, name: str) -> ToolCall:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from jaxengine.server.errors import ApiError
+from jaxengine.server.fields import MESSAGES, check_extra, note_left_out
 from jaxengine.server.pieces import SAMPLING_FIELDS, sampling_extras
 from jaxengine.server.protocol import Number
 
-log = logging.getLogger(__name__)
-
-# field -> values that ask for nothing
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "container": (None,),
-    "mcp_servers": (None, []),
-    "speed": (None, "standard"),
-}
 # the chat's field -> what the client wrote
 FIELD_NAMES = {
     "stop": "stop_sequences",
@@ -62,14 +54,10 @@ class MessagesBody(CountBody):
 
 def chat_fields(body: CountBody) -> dict[str, Any]:
     """The fields of the chat request, but for how it is streamed. Raises ApiError 400."""
-    for name, value in (body.model_extra or {}).items():
-        if name in _UNSUPPORTED:
-            if value not in _UNSUPPORTED[name]:
-                raise ApiError(400, f"{name} is not supported", param=name)
-        elif name == "context_management":
-            _check_edits(value)
-        elif name not in SAMPLING_FIELDS:
-            log.debug("field %r is not known and ignored", name)
+    extra = body.model_extra or {}
+    check_extra(extra, MESSAGES, (*SAMPLING_FIELDS, "context_management"))
+    if "context_management" in extra:
+        _check_edits(extra["context_management"])
     messages = to_messages(body.messages, body.system)
     fields = sampling_extras(body.model_extra)
     fields |= {
@@ -87,10 +75,12 @@ def chat_fields(body: CountBody) -> dict[str, Any]:
     last = body.messages[-1] if body.messages else {}
     if last.get("role") == "assistant" and "tool_calls" not in messages[-1]:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    if body.tools:
-        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
-        choice, parallel = _choice(body.tool_choice, [tool["name"] for tool in body.tools])
-        fields |= {"tool_choice": choice, "parallel_tool_calls": parallel}
+    tools, left_out = _tools(body.tools or ())
+    if tools or left_out:
+        names = [tool["function"]["name"] for tool in tools]
+        choice, parallel = _choice(body.tool_choice, names, left_out)
+        if tools:
+            fields |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
     elif body.tool_choice is not None and body.tool_choice.get("type") not in ("auto", "none"):
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     if isinstance(body, MessagesBody):
@@ -113,8 +103,9 @@ def to_messages(
     naming the block."""
     messages: list[dict[str, Any]] = []
     if system:
-        text = system if isinstance(system, str) else _texts(system, "system")
-        messages.append({"role": "system", "content": text})
+        text = _without_header(system)
+        if text:
+            messages.append({"role": "system", "content": text})
     names: dict[str, str] = {}
     for i, turn in enumerate(turns):
         where, role, content = f"messages[{i}]", turn.get("role"), turn.get("content")
@@ -129,6 +120,26 @@ def to_messages(
         else:
             messages += _user_turn(role, content, f"{where}.content", names)
     return messages
+
+
+# Claude Code's first line, another one in every request: with it no prompt would be found in the
+# prefix cache. It says nothing to the model.
+_VOLATILE = "x-anthropic-billing-header:"
+
+
+def _without_header(system: str | Sequence[Mapping[str, Any]]) -> str:
+    """The system prompt less the client's billing header, a block or the first line of it."""
+    if isinstance(system, str):
+        while system.lstrip().startswith(_VOLATILE):
+            system = system.lstrip().partition("\n")[2]
+        return system
+    blocks = list(system)
+    while blocks and isinstance(blocks[0], Mapping) and isinstance(blocks[0].get("text"), str):
+        rest = _without_header(blocks[0]["text"])
+        if rest == blocks[0]["text"]:
+            break
+        blocks = [{**blocks[0], "text": rest}, *blocks[1:]] if rest.strip() else blocks[1:]
+    return _texts(blocks, "system")
 
 
 def _bad(message: str, field: str = "messages") -> ApiError:
@@ -163,6 +174,8 @@ def _assistant(blocks: Sequence[Any], where: str, names: dict[str, str]) -> dict
             texts.append(_string(block, "text", at))
         elif kind == "thinking":
             thoughts.append(_string(block, "thinking", at))
+        elif kind == "redacted_thinking":
+            continue  # of the hosted API, which alone can read it
         elif kind == "tool_use":
             name, call_id = _string(block, "name", at), _string(block, "id", at)
             if not isinstance(block.get("input"), Mapping):
@@ -209,9 +222,24 @@ def _user_turn(
     return results
 
 
+def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The tools that the model may call, and the names of those left out: what Anthropic's own
+    servers carry out (web_search_20250305 and its like) nobody carries out here."""
+    tools: list[dict[str, Any]] = []
+    left_out = []
+    for i, tool in enumerate(given):
+        where, kind = f"tools[{i}]", tool.get("type")
+        if kind in (None, "custom"):
+            tools.append(_tool(tool, where))
+        elif isinstance(kind, str):
+            note_left_out(where, kind)
+            left_out.append(str(tool.get("name", kind)))
+        else:
+            raise _bad(f"{where}.type must be a string, got {kind!r}", "tools")
+    return tools, left_out
+
+
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise _bad(f"{where}.type {tool['type']!r} is not supported, only 'custom' is", "tools")
     if not isinstance(tool.get("name"), str) or not tool["name"]:
         raise _bad(f"{where}.name must be a non-empty string", "tools")
     if not isinstance(tool.get("input_schema"), Mapping):
@@ -223,13 +251,19 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: Mapping[str, Any] | None, names: Sequence[str]) -> tuple[Any, bool | None]:
+def _choice(
+    choice: Mapping[str, Any] | None, names: Sequence[str], left_out: Sequence[str]
+) -> tuple[Any, bool | None]:
     """The chat's tool_choice and parallel_tool_calls."""
     field = "tool_choice"
     if choice is None:
         return "auto", None
     parallel = False if choice.get("disable_parallel_tool_use") else None
     kind = choice.get("type")
+    if kind in ("any", "tool") and not names:
+        raise _bad(f"{field} needs a tool, and {left_out[0]!r} cannot be called here", field)
+    if kind == "tool" and choice.get("name") in left_out:
+        raise _bad(f"{field}.name {choice['name']!r} cannot be called here", field)
     if isinstance(kind, str) and kind in _CHOICES:
         return _CHOICES[kind], parallel
     if kind != "tool":

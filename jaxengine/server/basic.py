@@ -17,7 +17,7 @@ from jaxengine.server.chat import render
 from jaxengine.server.errors import RETRY_AFTER, ApiError
 from jaxengine.server.openapi import Responses, answers
 from jaxengine.server.protocol import DetokenizeBody, TokenizeBody
-from jaxengine.server.state import check_model, engine_of, state_of
+from jaxengine.server.state import LONGEST, check_length, check_model, engine_of, state_of
 from jaxengine.server.tools import check_tools
 
 router = APIRouter()
@@ -130,6 +130,8 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     else:
         tools = check_tools(body.tools)
         text, special = await render(body, engine, tools), bool(body.add_special_tokens)
+    field = "messages" if body.prompt is None else "prompt"
+    check_length(text, engine, field)
     ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
     answer: dict[str, Any] = {
         "tokens": ids,
@@ -173,6 +175,10 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ApiError(400, "the server has no tokenizer", param="tokens")
+    most = LONGEST * engine.ready.max_model_len
+    if len(body.tokens) > most:
+        text = f"tokens has {len(body.tokens)} entries, above the limit {most}"
+        raise ApiError(400, text, param="tokens")
     ids = check_token_ids("tokens", body.tokens, engine.ready.vocab_size)
     text = await off_loop(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
     return JSONResponse({"prompt": text})

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream, off_loop
 from jaxengine.frontend.outputs import CompletionOutput, usage
-from jaxengine.frontend.validation import RequestError
+from jaxengine.frontend.validation import TOO_LONG, RequestError
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server import legacy_functions
 from jaxengine.server.answer_plan import plan_answer
@@ -116,6 +116,8 @@ async def run_chat(body: ChatBody, request: Request, prefix: str = "chatcmpl-") 
     )
     if body.return_token_ids:
         whole.prompt_token_ids = final.prompt_token_ids
+    if body.return_prompt_text:
+        whole.prompt_text = final.prompt
     if body.prompt_logprobs is not None:
         whole.prompt_logprobs = prompt_logprobs_body(final.prompt_logprobs)
     return whole
@@ -141,7 +143,7 @@ async def _start(
     legacy = legacy_functions.uses_functions(body)
     with legacy_functions.in_terms_of_functions(legacy):
         call = await off_loop(body_size(request), lambda: _check(body, engine, request, prefix))
-        placement = placement_of(request, body.data_parallel_rank, body.user)
+        placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
         return await unless_hangup(request, _admit(replace(call, legacy=legacy), engine, placement))
 
 
@@ -207,6 +209,8 @@ async def _admit(
     try:
         return call, await admit(engine, [prompt], call.params, call.id, body, placement)
     except RequestError as error:  # the client wrote messages and top_logprobs
+        if error.code == TOO_LONG:
+            raise RequestError("messages", error.message, TOO_LONG) from None
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if error.field == "structured_outputs" and constraint_of(body)[0] is None:
             text = re.sub(r"structured_outputs(\.\w+)?", "the schema of tools", error.message)
@@ -284,6 +288,8 @@ async def _chunks(
                 first = chunk(ChatChunkChoice(new.index, Delta("assistant", call.echo)))
                 if body.return_token_ids and not greeted:
                     first.prompt_token_ids = output.prompt_token_ids
+                if body.return_prompt_text and not greeted:
+                    first.prompt_text = output.prompt
                 greeted[new.index] = None if call.style is None else Answer(call.style)
                 chunks.append(first)
             answer, reason = greeted[new.index], new.finish_reason

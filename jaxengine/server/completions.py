@@ -14,6 +14,7 @@ from jaxengine.engine.async_llm import AsyncLLM, RequestStream, off_loop
 from jaxengine.frontend.logprobs import PositionLogprobs
 from jaxengine.frontend.outputs import CompletionOutput, RequestOutput, Usage, usage
 from jaxengine.frontend.processor import Prompt
+from jaxengine.frontend.validation import MAX_N, MAX_PROMPTS
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.errors import ApiError
 from jaxengine.server.logprobs import completion_logprobs, prompt_logprobs_body
@@ -64,7 +65,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue text or token ids; a list of prompts gives n choices for each."""
     engine = engine_of(request)
     call = await off_loop(body_size(request), lambda: _check(body, engine, request))
-    placement = placement_of(request, body.data_parallel_rank, body.user)
+    placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
     streams = await unless_hangup(
         request, admit(engine, call.prompts, call.params, call.id, body, placement)
     )
@@ -89,6 +90,7 @@ def _check(body: CompletionBody, engine: AsyncLLM, request: Request) -> _Call:
     model = check_model(request, body.model)
     check_fields(body)
     prompts = split_prompts(body.prompt)
+    check_sequences(len(prompts), body.n)
     if body.add_special_tokens is not None:
         prompts = [
             {"prompt": p, "add_special_tokens": body.add_special_tokens}
@@ -124,6 +126,16 @@ def split_prompts(prompt: object) -> list[Prompt]:
         "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
         param="prompt",
     )
+
+
+def check_sequences(num_prompts: int, n: object) -> None:
+    """Raises ApiError 400 for more prompts, or sequences of them, than one request may have."""
+    if num_prompts > MAX_PROMPTS:
+        text = f"prompt holds {num_prompts} prompts, above the limit {MAX_PROMPTS}"
+        raise ApiError(400, text, param="prompt")
+    if isinstance(n, int) and n * num_prompts > MAX_N:
+        text = f"n {n} of {num_prompts} prompts are more than {MAX_N} sequences"
+        raise ApiError(400, text, param="n")
 
 
 def _usage(call: _Call, outputs: Sequence[RequestOutput]) -> Usage:

@@ -68,7 +68,7 @@ def named_as_given(error: RequestError, field: str) -> RequestError:
     pattern = r"structured_outputs(\.(json_object|json|regex|choice|grammar|structural_tag))?"
     message = re.sub(pattern, lambda _: field, error.message, count=1)
     name = field.split(".")[0] if error.field == "structured_outputs" else error.field
-    return RequestError(name, message)
+    return RequestError(name, message, error.code)
 
 
 def _response_field(body: Body) -> str:
@@ -80,7 +80,7 @@ def _response_field(body: Body) -> str:
     return "response_format.schema" if asked.get("schema") is not None else "response_format"
 
 
-def _structured(value: Any) -> Constraint:
+def _structured(value: Any) -> StructuredOutputsParams:
     name = "structured_outputs"
     if not isinstance(value, Mapping):
         raise ApiError(400, f"{name} must be an object", param=name)
@@ -92,11 +92,9 @@ def _structured(value: Any) -> Constraint:
     unknown = sorted(set(given) - set(_KINDS))
     if unknown:
         raise ApiError(400, f"{name}.{unknown[0]} is not known", param=name)
-    if not given:
-        return None
-    if len(given) > 1:
-        known = ", ".join(_KINDS)
-        text = f"{name} needs exactly one of {known}; got {', '.join(sorted(given))}"
+    if len(given) != 1:
+        known, got = ", ".join(_KINDS), ", ".join(sorted(given)) or "none"
+        text = f"{name} needs exactly one of {known}; got {got}"
         raise ApiError(400, text, param=name)
     [(kind, constraint)] = given.items()
     return _checked(kind, constraint, name)

@@ -15,8 +15,9 @@ from jaxengine.engine.async_llm import AsyncLLM, Placement, off_loop
 from jaxengine.frontend.outputs import EmbeddingOutput
 from jaxengine.frontend.pooling import embedding_of, pooling_params, pooling_settings
 from jaxengine.frontend.processor import Prompt
-from jaxengine.frontend.validation import RequestError
+from jaxengine.frontend.validation import MAX_PROMPTS, RequestError
 from jaxengine.server.errors import ApiError
+from jaxengine.server.fields import EMBEDDING, check_extra
 from jaxengine.server.openapi import answers
 from jaxengine.server.state import check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import final_outputs, unless_hangup
@@ -24,7 +25,6 @@ from jaxengine.server.streams import final_outputs, unless_hangup
 router = APIRouter()
 
 _AT_ONCE = 64  # prompts of one call that are in the engine together
-_MOST_INPUTS = 2048  # as OpenAI
 
 
 class EmbeddingBody(BaseModel):
@@ -33,11 +33,17 @@ class EmbeddingBody(BaseModel):
     input: str | list[Any]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: Literal["float32", "float16"] | None = None
+    endianness: Literal["native", "big", "little"] | None = None
     dimensions: int | None = None
     user: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None  # vLLM's name of the same
     pooling: Literal["last", "mean"] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -49,11 +55,13 @@ async def embeddings(body: EmbeddingBody, request: Request) -> Response:
     """One vector for each input: the model's last hidden states, pooled."""
     engine = engine_of(request)
     model = check_model(request, body.model)
+    check_extra(body.model_extra, EMBEDDING)
+    check_form(body)
     prompts = prompts_of(body)
     if body.dimensions is not None and not body.dimensions >= 1:
         raise ApiError(400, "dimensions must be at least 1", param="dimensions")
-    placement = placement_of(request, body.data_parallel_rank, body.user)
-    name = request_id_of(request)
+    placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
+    name = request_id_of(request, body.request_id)
     work = embed_all(engine, body, prompts, name, placement)
     outputs = await unless_hangup(request, work)
     count = sum(len(output.prompt_token_ids) for output in outputs)
@@ -78,8 +86,8 @@ async def embeddings(body: EmbeddingBody, request: Request) -> Response:
     return Response(answer, media_type="application/json")
 
 
-def prompts_of(body: EmbeddingBody) -> list[Prompt]:
-    """A text, token ids, or a list of either. Raises ApiError naming `input`."""
+def prompts_of(body: EmbeddingBody, most: int = MAX_PROMPTS) -> list[Prompt]:
+    """A text, token ids, or a list of at most `most` of either. Raises ApiError naming `input`."""
     given = body.input
     if isinstance(given, str) or (given and all(type(item) is int for item in given)):
         inputs: list[Any] = [given]
@@ -87,8 +95,8 @@ def prompts_of(body: EmbeddingBody) -> list[Prompt]:
         inputs = list(given)
     if not inputs:
         raise ApiError(400, "input must not be empty", param="input")
-    if len(inputs) > _MOST_INPUTS:
-        raise ApiError(400, f"input has more than {_MOST_INPUTS} entries", param="input")
+    if len(inputs) > most:
+        raise ApiError(400, f"input has more than {most} entries", param="input")
     special = body.add_special_tokens is not False
     prompts: list[Prompt] = []
     for item in inputs:
@@ -119,7 +127,7 @@ async def embed_all(
         async with room:
             stream = await engine.add(
                 prompt,
-                pooling_params(body.truncate_prompt_tokens),
+                pooling_params(body.truncate_prompt_tokens, body.truncation_side),
                 f"{name}-{i}",
                 kind="final",
                 priority=body.priority or 0,
@@ -131,7 +139,8 @@ async def embed_all(
                 (output,) = await final_outputs([stream])
         if output.outputs[0].embedding is None:
             raise ApiError(503, "the request was aborted", code="unavailable")
-        wanted = normalize if body.normalize is None else body.normalize
+        asked = body.use_activation if body.normalize is None else body.normalize
+        wanted = normalize if asked is None else asked
         return embedding_of(output, wanted, body.dimensions)
 
     tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate(prompts)]
@@ -139,15 +148,29 @@ async def embed_all(
         return list(await asyncio.gather(*tasks))
     except RequestError as error:
         field = "input" if error.field == "prompt" else error.field
-        raise RequestError(field, error.message) from None
+        raise RequestError(field, error.message, error.code) from None
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def check_form(body: EmbeddingBody) -> None:
+    """Raises ApiError for fields that say two things, or say how bytes are to be where none are."""
+    if None not in (body.normalize, body.use_activation) and body.normalize != body.use_activation:
+        text = "normalize and use_activation are two names of one field, and differ"
+        raise ApiError(400, text, param="use_activation")
+    for name in ("embed_dtype", "endianness"):
+        plain = getattr(body, name) in (None, "float32", "native")
+        if not plain and body.encoding_format != "base64":
+            text = f"{name} needs encoding_format base64"
+            raise ApiError(400, text, param=name)
+
+
 def _vector(body: EmbeddingBody, output: EmbeddingOutput) -> str | msgspec.Raw:
     """Encoded for itself: other threads run between two vectors."""
     if body.encoding_format == "base64":
-        return base64.b64encode(output.embedding.astype("<f4").tobytes()).decode()
+        order = ">" if body.endianness == "big" else "<"
+        kind = "f2" if body.embed_dtype == "float16" else "f4"
+        return base64.b64encode(output.embedding.astype(order + kind).tobytes()).decode()
     return msgspec.Raw(msgspec.json.encode(output.embedding.tolist()))

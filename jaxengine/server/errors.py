@@ -73,7 +73,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, error.message, param=error.field)
+        return ApiError(400, error.message, param=error.field, code=error.code)
     if isinstance(error, ChatTemplateError):
         return ApiError(400, str(error), param="messages")
     if isinstance(error, OverloadedError):

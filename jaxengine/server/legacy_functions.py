@@ -52,7 +52,7 @@ def in_terms_of_functions(used: bool) -> Iterator[None]:
     except RequestError as error:
         if not used or error.field not in _NAMES:
             raise
-        raise RequestError(_NAMES[error.field], _told(error.message)) from None
+        raise RequestError(_NAMES[error.field], _told(error.message), error.code) from None
 
 
 def message_with_function(message: Message) -> Message:

@@ -31,6 +31,7 @@ from jaxengine.server.openai_responses_events import Writer
 from jaxengine.server.openai_responses_input import (
     Message,
     droppable,
+    is_reference,
     to_messages,
     with_instructions,
     without,
@@ -62,10 +63,8 @@ async def create(body: ResponsesBody, request: Request) -> Response:
     model = check_model(request, body.model)
     store = store_of(request)
     earlier = _earlier(body.previous_response_id, store)
-    messages = [
-        *earlier,
-        *await off_loop(body_size(request), lambda: to_messages(body.input, earlier)),
-    ]
+    given = _resolved(body.input, store)
+    messages = [*earlier, *await off_loop(body_size(request), lambda: to_messages(given, earlier))]
     prompt = with_instructions(messages, body.instructions)
     with renamed(FIELD_NAMES):
         chat = chat_body(chat_fields(body, prompt) | _streaming(body))
@@ -162,6 +161,27 @@ def _earlier(response_id: str | None, store: ResponseStore) -> Sequence[Message]
     return stored.messages
 
 
+def _resolved(items: str | Sequence[Any], store: ResponseStore) -> str | Sequence[Any]:
+    """The input with stored items in the place of references to them: {"type": "item_reference",
+    "id": ...}, or an object that has nothing but an id. Raises ApiError 404 naming the item."""
+    if isinstance(items, str):
+        return items
+    made = []
+    for i, item in enumerate(items):
+        if not is_reference(item):
+            made.append(item)
+            continue
+        stored = store.item(item["id"]) if isinstance(item["id"], str) else None
+        if stored is None:
+            text = (
+                f"input[{i}]: no item with id {item['id']!r:.60} is stored; items are stored with "
+                "their response, unless it was made with store: false"
+            )
+            raise ApiError(404, text, param="input", code="item_not_found")
+        made.append(stored)
+    return made
+
+
 def _without_store(body: ResponsesBody) -> ResponsesBody:
     """For a server of several processes: the one that is asked later has no stored responses."""
     for name in ("background", "previous_response_id"):
@@ -207,6 +227,9 @@ async def _drained(events: AsyncGenerator[bytes]) -> None:
 
 async def _background(answer: Answer, chat: ChatBody, request: Request) -> Response:
     """Let the request run without its client, once the engine has taken it."""
+    if answer.store.is_full:
+        text = "too many responses are being made in the background already"
+        raise ApiError(503, text, code="overloaded")
     stream = await open_chat(chat, request, "resp-")
     job = Job()
     stored = answer.stored()

@@ -77,12 +77,15 @@ def response_object(body: ResponsesBody, model: str, engine: AsyncLLM) -> dict[s
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.stored,
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
-        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": "medium"},
+        "text": {
+            "format": text.get("format") or {"type": "text"},
+            "verbosity": text.get("verbosity") or "medium",
+        },
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
@@ -139,7 +142,7 @@ async def run_job(answer: Answer, stream: ChatStream, stored: Stored, job: Job) 
         stream.close()
         stored.messages = answer.stored().messages
         job.tell(b"", done=True)
-        if answer.store.get(stored.response["id"]) is stored:
+        if answer.store.get(stored.id) is stored:
             answer.store.put(stored)  # its size has changed
 
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from jaxengine.server.errors import ApiError
+from jaxengine.server.fields import RESPONSES, check_extra, note_left_out
 from jaxengine.server.pieces import SAMPLING_FIELDS, sampling_extras
 from jaxengine.server.protocol import Number
 
-log = logging.getLogger(__name__)
-
-# field -> values that ask for nothing
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "prompt": (None,),
-    "conversation": (None,),
-    "context_management": (None, []),
-    "moderation": (None,),
-}
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 # the chat's field -> what the client wrote
 FIELD_NAMES = {
@@ -29,6 +20,7 @@ FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
     "logprobs": "top_logprobs",
 }
@@ -73,13 +65,8 @@ class ResponsesBody(BaseModel):
 
 
 def check_body(body: ResponsesBody) -> None:
-    """Refuse what is known but not supported (ApiError 400 naming it); log what is not known."""
-    for name, value in (body.model_extra or {}).items():
-        if name in _UNSUPPORTED:
-            if value not in _UNSUPPORTED[name]:
-                raise _refused(name, f"{name} is not supported")
-        elif name not in SAMPLING_FIELDS:
-            log.debug("field %r is not known and ignored", name)
+    """Refuse what is known but not supported (ApiError 400 naming it)."""
+    check_extra(body.model_extra, RESPONSES, SAMPLING_FIELDS)
     for i, name in enumerate(body.include or ()):
         if name not in _INCLUDES:
             raise _refused("include", f"include[{i}] {name!r} is not supported")
@@ -110,8 +97,7 @@ def chat_fields(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> d
     }
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    tools, choice = _choice(tools, body.tool_choice)
+    tools, choice = _choice(_functions(body.tools or ()), body.tool_choice)
     if tools:
         fields |= {
             "tools": tools,
@@ -127,8 +113,9 @@ def _refused(field: str, message: str) -> ApiError:
 
 def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     text = text or {}
-    if text.get("verbosity") not in (None, "medium"):
-        raise _refused("text", "text.verbosity is not supported")
+    if text.get("verbosity") not in (None, "low", "medium", "high"):  # a hint, left out
+        known = "low, medium or high"
+        raise ApiError(400, f"text.verbosity must be {known}", param="text.verbosity")
     asked = text.get("format")
     if asked is None:
         return None
@@ -151,16 +138,29 @@ def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _effort(reasoning: Mapping[str, Any] | None) -> Any:
     reasoning = reasoning or {}
     for name in ("summary", "generate_summary"):
-        # reasoning is shown as it is; "auto" leaves the choice to the server
-        if reasoning.get(name) not in (None, "auto", "none"):
-            raise _refused("reasoning", f"reasoning.{name} {reasoning[name]!r} is not supported")
+        # a hint: reasoning is shown as it is, and that has all of it
+        if reasoning.get(name) not in (None, "auto", "concise", "detailed", "none"):
+            text = f"reasoning.{name} must be auto, concise or detailed, got {reasoning[name]!r}"
+            raise ApiError(400, text, param="reasoning")
     return reasoning.get("effort")
 
 
+def _functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tools that are functions, as chat completions have them. Others (web_search, local_shell,
+    namespace, custom ...) are left out: agents list all they know in every request."""
+    made = []
+    for i, tool in enumerate(tools):
+        kind = tool.get("type")
+        if kind == "function":
+            made.append(_tool(tool, f"tools[{i}]"))
+        elif isinstance(kind, str):
+            note_left_out(f"tools[{i}]", kind)
+        else:
+            raise ApiError(400, f"tools[{i}].type must be a string, got {kind!r}", param="tools")
+    return made
+
+
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        given = tool.get("type")
-        raise _refused("tools", f"{where}.type {given!r} is not supported, only 'function' is")
     if not isinstance(tool.get("name"), str) or not tool["name"]:
         raise ApiError(400, f"{where}.name must be a non-empty string", param="tools")
     names = ("name", "description", "parameters", "strict")
@@ -198,7 +198,10 @@ def _choice(
         raise ApiError(400, f"tool_choice.mode must be auto or required, got {mode!r}", param=field)
     if not isinstance(asked, list) or not asked or not all(isinstance(t, Mapping) for t in asked):
         raise ApiError(400, "tool_choice.tools must be a list of tools", param=field)
-    allowed = [t.get("name") for t in asked]
+    # those that are left out of the tools are left out here too
+    allowed = [t.get("name") for t in asked if t.get("type", "function") == "function"]
+    if not allowed and mode == "required":
+        raise _refused(field, "tool_choice requires a tool, and none of the tools is a function")
     missing = [name for name in allowed if name not in names]
     if missing:
         text = f"tool_choice.tools names {missing[0]!r}, which is not among the tools"

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxengine.server.errors import ApiError
 
+log = logging.getLogger(__name__)
+
 Message = dict[str, Any]
 Item = Mapping[str, Any]
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+# Calls of other tools than functions that agents carry out themselves, and their results.
+_OTHER_CALLS = ("custom_tool_call", "local_shell_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+# What the hosted API has carried out: its results are in the text that follows.
+_HOSTED = (
+    "code_interpreter_call",
+    "computer_call",
+    "computer_call_output",
+    "file_search_call",
+    "image_generation_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "mcp_list_tools",
+    "web_search_call",
+)
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -31,7 +51,7 @@ def to_messages(items: str | Sequence[Any], earlier: Sequence[Message] = ()) -> 
         where = f"input[{i}]"
         if not isinstance(item, Mapping):
             raise _bad(f"{where} must be an object")
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "message":
             _add_message(messages, item, where)
         elif kind == "reasoning":
@@ -42,7 +62,13 @@ def to_messages(items: str | Sequence[Any], earlier: Sequence[Message] = ()) -> 
             call = _call(item, where)
             names[call["id"]] = call["function"]["name"]
             _assistant(messages).setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
+        elif kind in _OTHER_CALLS:
+            call = _other_call(item, kind, where)
+            names[call["id"]] = call["function"]["name"]
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        elif kind in _HOSTED:
+            log.warning("%s of type %r is left out: it was carried out elsewhere", where, kind)
+        elif kind in _OUTPUTS:
             call_id = _text(item, "call_id", where)
             if call_id not in names:
                 raise _bad(f"{where}.call_id {call_id!r} is not the id of a function_call before")
@@ -58,6 +84,15 @@ def to_messages(items: str | Sequence[Any], earlier: Sequence[Message] = ()) -> 
         else:
             raise _bad(f"{where}.type {kind!r} is not supported", "unsupported")
     return messages
+
+
+def is_reference(item: Any) -> bool:
+    """Whether an item only names another one."""
+    if not isinstance(item, Mapping) or "id" not in item:
+        return False
+    return item.get("type") == "item_reference" or (
+        item.get("type") is None and not set(item) - {"id", "type"}
+    )
 
 
 def with_instructions(messages: Sequence[Message], instructions: str | None) -> list[Message]:
@@ -139,6 +174,20 @@ def _reasoning(item: Item, where: str) -> str:
         if item.get(name):
             return _content(item[name], f"{where}.{name}")
     return ""
+
+
+def _other_call(item: Item, kind: str, where: str) -> dict[str, Any]:
+    """A call of a custom tool, which takes one text, or of a shell, as the call of a function."""
+    if kind == "custom_tool_call":
+        name, arguments = _text(item, "name", where), {"input": _text(item, "input", where)}
+    else:
+        action = item.get("action")
+        if not isinstance(action, Mapping):
+            raise _bad(f"{where}.action must be an object")
+        name, arguments = "local_shell", dict(action)
+    call_id = _text(item, "call_id", where)
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _call(item: Item, where: str) -> dict[str, Any]:

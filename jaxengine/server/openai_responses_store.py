@@ -12,6 +12,7 @@ import msgspec
 
 MAX_COUNT = 1000
 MAX_BYTES = 256 * 1024 * 1024
+MAX_RUNNING = 256  # responses that are made in the background at one time
 
 _encoded = msgspec.json.Encoder().encode
 
@@ -45,41 +46,90 @@ class Job:
             await news.wait()
 
 
-@dataclass
 class Stored:
-    """A response object, the conversation up to and with it, and its job if it has one."""
+    """A response object, the conversation up to and with it, and its job if it has one. What is not
+    written any more is kept as JSON text: as objects it would take several times its size."""
 
-    response: dict[str, Any]
-    messages: list[dict[str, Any]]
-    job: Job | None = None
-    streamed: bool = False  # its events are kept
-    size: int = 0  # bytes, as counted by the store
+    def __init__(
+        self,
+        response: dict[str, Any],
+        messages: list[dict[str, Any]],
+        job: Job | None = None,
+        streamed: bool = False,
+    ) -> None:
+        self.id: str = response["id"]
+        self.job = job
+        self.streamed = streamed  # its events are kept
+        self.size = 0  # bytes, as counted by the store
+        self._open: tuple[dict[str, Any], list[dict[str, Any]]] | None = (response, messages)
+        self._packed = b""
 
     @property
     def running(self) -> bool:
         return self.job is not None and not self.job.done
 
+    @property
+    def response(self) -> dict[str, Any]:
+        return self._opened()[0]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self._opened()[1]
+
+    @messages.setter
+    def messages(self, messages: list[dict[str, Any]]) -> None:
+        self._open = (self.response, messages)
+
+    def _opened(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        if self._open is not None:
+            return self._open
+        response, messages = msgspec.json.decode(self._packed)
+        return response, messages
+
+    def pack(self) -> None:
+        """Count its bytes. If its job is done it is written no more: the text alone is kept."""
+        if self._open is not None:
+            self._packed = _encoded(self._open)
+            if not self.running:
+                self._open = None
+        self.size = len(self._packed)
+        if self.job is not None:
+            self.size += sum(map(len, self.job.events))
+
 
 class ResponseStore:
-    """At most `max_count` responses of `max_bytes` together; those being made are never dropped."""
+    """At most `max_count` responses of `max_bytes` together. Those being made are never dropped;
+    there are at most `max_running` of them."""
 
-    def __init__(self, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        max_count: int = MAX_COUNT,
+        max_bytes: int = MAX_BYTES,
+        max_running: int = MAX_RUNNING,
+    ) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
+        self._max_running = max_running
         self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._items: dict[str, str] = {}  # id of an output item -> of its response
+        self._of: dict[str, list[str]] = {}  # id of a response -> of its output items
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether so many responses are being made that no more may begin."""
+        return sum(stored.running for stored in self._stored.values()) >= self._max_running
+
     def put(self, stored: Stored) -> None:
         """Keep a response; one that is there already is counted anew."""
-        name = stored.response["id"]
-        self.drop(name)
-        stored.size = len(_encoded([stored.response, stored.messages]))
-        if stored.job is not None:
-            stored.size += sum(map(len, stored.job.events))
-        self._stored[name] = stored
+        self.drop(stored.id)
+        self._of[stored.id] = [item["id"] for item in stored.response.get("output", ())]
+        self._items.update(dict.fromkeys(self._of[stored.id], stored.id))
+        stored.pack()
+        self._stored[stored.id] = stored
         self._bytes += stored.size
         for other in list(self._stored):
             if len(self._stored) <= self._max_count and self._bytes <= self._max_bytes:
@@ -92,7 +142,16 @@ class ResponseStore:
             self._stored.move_to_end(name)
         return self._stored.get(name)
 
+    def item(self, item_id: str) -> dict[str, Any] | None:
+        """An output item of a stored response."""
+        stored = self.get(self._items.get(item_id, ""))
+        if stored is None:
+            return None
+        return next((item for item in stored.response["output"] if item["id"] == item_id), None)
+
     def drop(self, name: str) -> None:
         stored = self._stored.pop(name, None)
         if stored is not None:
             self._bytes -= stored.size
+            for item_id in self._of.pop(name):
+                self._items.pop(item_id, None)

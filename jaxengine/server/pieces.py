@@ -19,6 +19,7 @@ from jaxengine.server.errors import ApiError, to_api_error
 from jaxengine.server.protocol import ChatBody
 from jaxengine.server.render import render
 from jaxengine.server.responses import ChatLogprob, ChatLogprobs, Delta, Message
+from jaxengine.server.state import check_length
 from jaxengine.server.tools import tool_choice
 
 # fields beyond those of the two APIs, taken as in chat completions
@@ -37,7 +38,15 @@ SAMPLING_FIELDS = (
     "allowed_token_ids",
     "bad_words",
     "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
     "structured_outputs",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "stream_interval",
+    "session_id",
+    "request_id",
+    "include_reasoning",
     "priority",
     "cache_salt",
     "chat_template_kwargs",
@@ -113,6 +122,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     except RequestError as error:
         if error.field not in names:
             raise
+        if error.code is not None:  # its words are known to clients
+            raise RequestError(names[error.field], error.message, error.code) from None
         raise RequestError(names[error.field], told(error.field, error.message)) from None
     except ChatTemplateError as error:
         raise ApiError(400, told("messages", str(error)), param=names["messages"]) from None
@@ -130,6 +141,7 @@ async def count_prompt(body: ChatBody, engine: AsyncLLM) -> int:
     ChatTemplateError."""
     tools = tool_choice(body, engine.config.server)
     text = await render(body, engine, tools.shown)
+    check_length(text, engine, "messages")
     return await count_tokens(text, engine, special=bool(body.add_special_tokens))
 
 

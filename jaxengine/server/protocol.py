@@ -1,12 +1,9 @@
-"""Request bodies. Types are strict (no "5" for 5); ranges are checked by frontend.validation.
-
-Unknown fields are accepted and ignored, with a line in the debug log. Fields that are known but
-not supported are refused with 400, unless they hold the value that asks for nothing.
+"""Request bodies. Types are strict (no "5" for 5); ranges are checked by frontend.validation, what
+is known but not served by server.fields.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -15,34 +12,9 @@ from jaxengine.config import ServerConfig
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.constraints import constraint_of
 from jaxengine.server.errors import ApiError
-
-log = logging.getLogger(__name__)
+from jaxengine.server.fields import COMPLETION, check_extra
 
 Number = int | float | None  # JSON's 1e3 is a float; validation takes integral ones
-
-# field -> values that ask for nothing
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
-    "guided_whitespace_pattern": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "prompt_embeds": (None,),
-    "logits_processors": (None, []),
-    "kv_transfer_params": (None,),
-    "logprob_token_ids": (None,),
-    "repetition_detection": (None,),
-    "mm_processor_kwargs": (None, {}),
-    "vllm_xargs": (None, {}),  # arguments of plugins, which there are not
-}
 
 _SAMPLING = (
     "n",
@@ -66,7 +38,9 @@ _SAMPLING = (
     "include_stop_str_in_output",
     "prompt_logprobs",
     "truncate_prompt_tokens",
+    "truncation_side",
     "thinking_token_budget",
+    "stream_interval",
 )
 
 
@@ -105,7 +79,9 @@ class SamplingBody(BaseModel):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Number = None
     truncate_prompt_tokens: Number = None
+    truncation_side: str | None = None
     thinking_token_budget: Number = None
+    stream_interval: Number = None
     priority: Number = None
     cache_salt: str | None = None
     response_format: Any = None  # these six: see server.constraints
@@ -121,6 +97,7 @@ class SamplingBody(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None
+    session_id: str | None = None
     request_id: str | None = None
     data_parallel_rank: int | None = None
 
@@ -146,6 +123,7 @@ class ChatBody(SamplingBody):
     functions: list[Any] | None = None  # these two: see server.legacy_functions
     function_call: Any = None
     include_reasoning: bool | None = None
+    return_prompt_text: bool | None = None
     reasoning_effort: str | None = None
 
 
@@ -172,24 +150,19 @@ class DetokenizeBody(BaseModel):
 
 
 def check_fields(body: SamplingBody) -> None:
-    """Refuse what is known but not supported (ApiError 400); log what is not known."""
-    for name, value in (body.model_extra or {}).items():
-        harmless = _UNSUPPORTED.get(name)
-        if harmless is None:
-            log.debug("field %r is not known and ignored", name)
-        elif not any(value == h and type(value) is type(h) for h in harmless):
-            if name == "best_of" and value == body.n:
-                continue
-            raise ApiError(400, f"{name} is not supported", param=name, code="unsupported")
+    """Refuse what is known but not supported (ApiError 400)."""
+    taken = ("best_of",) if (body.model_extra or {}).get("best_of") == (body.n or 1) else ()
+    check_extra(body.model_extra, COMPLETION, taken)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
 
 
 def with_usage(options: StreamOptions | None, config: ServerConfig) -> tuple[bool, bool]:
     """Whether a stream ends with the usage, and whether each of its chunks has it."""
+    if config.enable_force_include_usage:
+        return True, True
     asked = options is not None and bool(options.include_usage)
-    each = asked and bool(options and options.continuous_usage_stats)
-    return asked or config.enable_force_include_usage, each
+    return asked, asked and bool(options and options.continuous_usage_stats)
 
 
 def sampling_params(body: SamplingBody, defaults: SamplingParams, **more: Any) -> SamplingParams:

@@ -7,16 +7,18 @@ from typing import Any
 
 from jaxengine.config import template_kwargs
 from jaxengine.engine.async_llm import AsyncLLM, off_loop
+from jaxengine.engine.front import UNKNOWN
 from jaxengine.frontend.chat_template import (
     ChatTemplateError,
     pick_template,
-    render_messages,
+    render_conversation,
     takes_tools,
 )
 from jaxengine.frontend.tools.describe import with_description
 from jaxengine.frontend.validation import check_text
 from jaxengine.server.errors import ApiError
 from jaxengine.server.protocol import ChatBody, TokenizeBody
+from jaxengine.server.state import LONGEST
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED = {
@@ -34,6 +36,10 @@ async def render(
     messages = body.messages
     if not messages:
         raise ApiError(400, "messages must not be empty", param="messages")
+    most = LONGEST * engine.ready.max_model_len  # each is a token at least
+    if len(messages) > most:
+        text = f"messages has {len(messages)} entries, above the limit {most}"
+        raise ApiError(400, text, param="messages")
     template = engine.chat_template
     if body.chat_template is not None:
         if not engine.config.model.trust_request_chat_template:
@@ -60,7 +66,7 @@ async def render(
     parser = engine.config.server.tool_call_parser
 
     def rendered(given: Sequence[Any], shown: Sequence[dict[str, Any]]) -> str:
-        return render_messages(
+        return render_conversation(
             template,
             given,
             tools=list(shown) or None,
@@ -88,7 +94,10 @@ async def render(
             return rendered(messages, whole)
 
     size = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str | list))
-    return await off_loop(size + 100 * len(messages) + 500 * len(tools), work)
+    size += 100 * len(messages) + 500 * len(tools)
+    if body.chat_template is not None:  # nobody knows what it does
+        size = max(size, UNKNOWN)
+    return await off_loop(size, work)
 
 
 def _whole(tool: dict[str, Any]) -> dict[str, Any]:
@@ -110,9 +119,9 @@ def _variables(body: ChatBody | TokenizeBody, engine: AsyncLLM) -> dict[str, Any
     options = {k: v for k, v in options.items() if k not in _RESERVED}
     if isinstance(body, ChatBody):
         effort = body.reasoning_effort
-        if effort == "none":
-            options["enable_thinking"] = False
-        elif effort is not None:
+        if effort is not None:  # over the server's defaults: the request says it
+            options["enable_thinking"] = effort != "none"
+        if effort not in (None, "none"):
             options["reasoning_effort"] = effort
         if body.documents is not None:
             options["documents"] = body.documents

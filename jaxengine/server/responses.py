@@ -85,12 +85,14 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct, omit_defaults=True):
-    """`content` is null where there is nothing but reasoning or calls."""
+    """`content` is null where there is nothing but reasoning or calls. `reasoning_content` is the
+    older name of `reasoning`; clients read either."""
 
     role: str
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] = []
     function_call: FunctionCall | None = None  # for a request with `functions`
 
@@ -112,6 +114,7 @@ class ChatCompletion(msgspec.Struct):
     usage: UsageBody
     object: str = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | None | UnsetType = UNSET
     prompt_logprobs: Any | UnsetType = UNSET
 
 
@@ -119,6 +122,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] = []
     function_call: FunctionCall | None = None
 
@@ -140,6 +144,7 @@ class ChatChunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
     usage: UsageBody | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | None | UnsetType = UNSET
 
 
 encode = msgspec.json.Encoder().encode

@@ -4,6 +4,7 @@ texts' vectors; any model answers, and how much that means is its own affair."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,9 +15,10 @@ from starlette.responses import Response
 
 from jaxengine.engine.async_llm import off_loop
 from jaxengine.frontend.outputs import EmbeddingOutput
-from jaxengine.frontend.validation import RequestError
+from jaxengine.frontend.validation import MAX_PROMPTS, RequestError
 from jaxengine.server.embeddings import EmbeddingBody, embed_all, prompts_of
 from jaxengine.server.errors import ApiError
+from jaxengine.server.fields import EMBEDDING, SCORE, check_extra
 from jaxengine.server.openapi import answers
 from jaxengine.server.state import check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import unless_hangup
@@ -24,6 +26,8 @@ from jaxengine.server.streams import unless_hangup
 router = APIRouter()
 
 _ERRORS = answers(400, 404, 413, 503)
+_SCORE = {**SCORE, "use_activation": (None, True)}  # a score is of vectors of length 1
+_POOLING = {**EMBEDDING, "embed_dtype": (None, "float32"), "endianness": (None, "native")}
 
 
 class _Common(BaseModel):
@@ -31,8 +35,11 @@ class _Common(BaseModel):
 
     model: str | None = None
     user: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
     pooling: Literal["last", "mean"] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
@@ -55,7 +62,9 @@ class RerankBody(_Common):
 
 class PoolingBody(_Common):
     input: str | list[Any]
+    task: str | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None  # vLLM's name of the same
     dimensions: int | None = None
     encoding_format: Literal["float"] | None = None
 
@@ -65,8 +74,11 @@ class PoolingBody(_Common):
 async def score(body: ScoreBody, request: Request) -> Response:
     """How alike texts are: one against each of many, or many pairs."""
     model = check_model(request, body.model)
+    check_extra(body.model_extra, _SCORE)
     first, one = _texts(body, "text_1", "queries")
     second, two = _texts(body, "text_2", "documents")
+    _check_count(first, one)
+    _check_count(second, two)
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second):
@@ -95,8 +107,10 @@ async def score(body: ScoreBody, request: Request) -> Response:
 async def rerank(body: RerankBody, request: Request) -> Response:
     """The documents, those most like the query first."""
     model = check_model(request, body.model)
+    check_extra(body.model_extra, _SCORE)
     if not body.documents:
         raise ApiError(400, "documents must not be empty", param="documents")
+    _check_count(body.documents, "documents")
     if body.top_n is not None and body.top_n < 0:
         raise ApiError(400, "top_n must be at least 0 (0: all)", param="top_n")
     texts = [body.query, *body.documents]
@@ -120,9 +134,14 @@ async def rerank(body: RerankBody, request: Request) -> Response:
 async def pooling(body: PoolingBody, request: Request) -> Response:
     """The pooled hidden states as they are, or with length 1 (`normalize`)."""
     model = check_model(request, body.model)
+    check_extra(body.model_extra, _POOLING)
+    if body.task not in (None, "embed"):
+        text = f"task must be embed, got {body.task!r:.60}: there is one vector for each input"
+        raise ApiError(400, text, param="task", code="unsupported")
     if body.dimensions is not None and body.dimensions < 1:
         raise ApiError(400, "dimensions must be at least 1", param="dimensions")
-    asked = _embedding_body(body, body.input, bool(body.normalize), body.dimensions)
+    wanted = body.use_activation if body.normalize is None else body.normalize
+    asked = _embedding_body(body, body.input, bool(wanted), body.dimensions)
     outputs = await _embed(asked, request)
 
     def content() -> Response:
@@ -143,6 +162,12 @@ async def pooling(body: PoolingBody, request: Request) -> Response:
         )
 
     return await off_loop(8 * sum(len(output.embedding) for output in outputs), content)
+
+
+def _check_count(texts: Sequence[str], field: str) -> None:
+    if len(texts) > MAX_PROMPTS:
+        text = f"{field} has {len(texts)} entries, above the limit {MAX_PROMPTS}"
+        raise ApiError(400, text, param=field)
 
 
 def _answer(content: dict[str, Any]) -> Response:
@@ -167,10 +192,13 @@ def _embedding_body(
     return EmbeddingBody(
         input=texts,
         user=body.user,
+        session_id=body.session_id,
+        request_id=body.request_id,
         normalize=normalize,
         dimensions=dimensions,
         pooling=body.pooling,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
         priority=body.priority,
         cache_salt=body.cache_salt,
         data_parallel_rank=body.data_parallel_rank,
@@ -179,9 +207,10 @@ def _embedding_body(
 
 async def _embed(body: EmbeddingBody, request: Request) -> list[EmbeddingOutput]:
     engine = engine_of(request)
-    placement = placement_of(request, body.data_parallel_rank, body.user)
-    name = request_id_of(request)
-    work = embed_all(engine, body, prompts_of(body), name, placement)
+    placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
+    name = request_id_of(request, body.request_id)
+    prompts = prompts_of(body, 2 * MAX_PROMPTS)  # of two lists
+    work = embed_all(engine, body, prompts, name, placement)
     return await unless_hangup(request, work)
 
 
@@ -198,6 +227,8 @@ async def _vectors(
         if named != "input":
             raise
         field = fields[1] if all(texts[:first]) else fields[0]
+        if error.code is not None:
+            raise ApiError(400, error.message, param=field, code=error.code) from None
         message = error.message.replace("input", field)
         raise ApiError(400, message.replace("prompt", field, 1), param=field) from None
     at = {text: i for i, text in enumerate(distinct)}

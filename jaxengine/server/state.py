@@ -12,9 +12,11 @@ from fastapi import Request
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM, Placement, served_name
 from jaxengine.engine.hub.messages import Figures
+from jaxengine.frontend.validation import check_text
 from jaxengine.server.errors import ApiError
 from jaxengine.server.http_metrics import HttpMetrics
 
+LONGEST = 16  # contexts that a text or a list of ids may fill where none is generated
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -66,9 +68,12 @@ def check_model(request: Request, model: str | None) -> str:
     return model or names[0]
 
 
-def placement_of(request: Request, rank: int | None, user: str | None) -> Placement:
-    """Where a request wants to run: `rank` and `user` are its body's data_parallel_rank and user,
-    the headers X-data-parallel-rank and X-Session-Id say the same. Raises ApiError 400."""
+def placement_of(
+    request: Request, rank: int | None, user: str | None, session: str | None = None
+) -> Placement:
+    """Where a request wants to run: `rank`, `user` and `session` are its body's data_parallel_rank,
+    user and session_id; the headers X-data-parallel-rank and X-Session-Id say the same. Raises
+    ApiError 400, and RequestError for a name that is not valid Unicode."""
     header, name = request.headers.get("x-data-parallel-rank"), "data_parallel_rank"
     if header is not None:
         if not (header.isascii() and header.isdecimal() and len(header) < 10):
@@ -82,7 +87,21 @@ def placement_of(request: Request, rank: int | None, user: str | None) -> Placem
                 param=name,
             )
         rank = int(header)
-    return Placement(rank, request.headers.get("x-session-id") or user)
+    if user is not None:
+        check_text("user", user)
+    if session is not None:
+        check_text("session_id", session)
+    return Placement(rank, request.headers.get("x-session-id") or session or user)
+
+
+def check_length(text: str, engine: AsyncLLM, field: str) -> None:
+    """ApiError 400 for a text that is not worth counting: it has more characters than many times
+    the context's tokens could hold."""
+    most = LONGEST * engine.ready.max_model_len * engine.longest_token
+    if len(text) > most:
+        raise ApiError(
+            400, f"{field} has {len(text)} characters, above the limit {most}", param=field
+        )
 
 
 def body_size(request: Request) -> int:

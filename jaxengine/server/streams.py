@@ -20,6 +20,8 @@ from jaxengine.server.constraints import constraint_of, named_as_given
 from jaxengine.server.errors import ApiError, ClientGone
 from jaxengine.server.protocol import SamplingBody
 
+_TURN = 16  # prompts admitted before other tasks get the event loop
+
 
 async def unless_hangup[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, or ClientGone (with `work` cancelled) when the client goes first."""
@@ -113,6 +115,8 @@ async def admit(
     streams: list[RequestStream] = []
     try:
         for i, prompt in enumerate(prompts):
+            if i % _TURN == _TURN - 1:
+                await asyncio.sleep(0)  # others go on
             name = request_id if len(prompts) == 1 else f"{request_id}-{i}"
             stream = await engine.add(
                 prompt,

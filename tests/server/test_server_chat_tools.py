@@ -248,18 +248,17 @@ def test_n_logprobs_and_usage_with_calls(hermes: Server) -> None:
 
 
 def test_the_other_fields_of_a_chat(hermes: Server) -> None:
-    """continue_final_message and echo with parsers; priority, cache_salt, prompt_logprobs, ids."""
+    """continue_final_message and echo with parsers; cache_salt, prompt_logprobs, ids."""
     asked = say("ending")["messages"]
     messages = [*asked, {"role": "assistant", "content": "The "}]
     fields: dict[str, Any] = {"messages": messages, "continue_final_message": True, "echo": True}
     assert both(hermes, {**fields, "tools": TOOLS})["content"] == "The ending"
-    body = {**say("hi"), "priority": 3, "cache_salt": "s", "prompt_logprobs": 1, "n": 2}
+    body = {**say("hi"), "cache_salt": "s", "prompt_logprobs": 1, "n": 2}
     status, whole, headers = call(hermes.url, CC, body, {"X-Request-Id": "mine-1"})
     assert status == 200, whole
     assert whole["id"] == "chatcmpl-mine-1" and headers["x-request-id"] == "mine-1"
     assert whole["prompt_logprobs"][0] is None and len(whole["prompt_logprobs"]) > 2
     assert [c["message"]["content"] for c in whole["choices"]] == ["hi", "hi"]
-    assert any("priority changes nothing" in line for line in hermes.lines)
 
 
 async def test_b23_eight_streams_with_the_official_client(hermes: Server) -> None:
