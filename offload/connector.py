@@ -175,9 +175,11 @@ class OffloadingConnector:
         stores, self._new_stores = self._new_stores, []
         loads: list[Job] = []
         blocks = 0
-        while self._new_loads and (not loads or blocks < STEP_LOAD_BLOCKS):
+        while self._new_loads:
+            blocks += len(self._new_loads[0].slots)  # a job is smaller than a step's share
+            if blocks > STEP_LOAD_BLOCKS:
+                break
             loads.append(self._new_loads.popleft())
-            blocks += len(loads[-1].slots)
         return OffloadStep(stores, loads) if stores or loads else None
 
     def take_finished_loads(self) -> list[LoadResult]:

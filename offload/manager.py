@@ -9,6 +9,7 @@ threads have answered. One thread calls the manager (its host tier may be read f
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,6 +18,8 @@ from jaxengine.offload.counters import Counters
 from jaxengine.offload.keys import OffloadKey, group_of
 from jaxengine.offload.tiers.host import HostTier, Reserved, State
 from jaxengine.offload.tiers.worker import BATCH, TierResult, TierWorker
+
+MAX_DOOMED = 65_536  # deletes that may wait for one tier
 
 
 @dataclass
@@ -51,6 +54,9 @@ class OffloadManager:
         self._searches: dict[int, Search] = {}  # by task token
         self._reads: dict[int, tuple[Search, list[int]]] = {}  # slots that are filled
         self._writes: dict[int, int] = {}  # pinned slot
+        self._writing: Counter[tuple[int, OffloadKey]] = Counter()  # by tier and key
+        # To be deleted as soon as no write of the key is under way and the queue has room.
+        self._doomed: list[dict[OffloadKey, None]] = [{} for _ in self.tiers]
 
     # -- the protocol -----------------------------------------------------------------------
 
@@ -90,9 +96,14 @@ class OffloadManager:
         if not keys:
             return
         self.host.discard(keys)
-        for tier in self.tiers:
+        for tier, doomed in zip(self.tiers, self._doomed, strict=True):
             if tier.writable:
-                tier.delete(keys)
+                doomed.update(dict.fromkeys(keys))
+                excess = max(0, len(doomed) - MAX_DOOMED)
+                for key in list(itertools.islice(doomed, excess)):
+                    del doomed[key]
+                self.counters.add(f"{tier.name}_dropped_deletes", excess)
+        self._delete_doomed()
 
     # -- the tiers below --------------------------------------------------------------------
 
@@ -127,12 +138,13 @@ class OffloadManager:
                 elif result.kind == "read":
                     self._fetched(result, tier.name)
                 elif result.kind == "write":
-                    self._written(result, tier.name)
+                    self._written(result, index)
+        self._delete_doomed()
 
     @property
     def num_pending(self) -> int:
-        """Tasks of the tiers' threads that were not yet taken in."""
-        return sum(tier.pending for tier in self.tiers)
+        """Tasks of the tiers' threads that were not yet taken in, and deletes that wait."""
+        return sum(tier.pending for tier in self.tiers) + sum(map(len, self._doomed))
 
     def reset(self) -> None:
         """Forget what is in host memory. The tiers below keep theirs: a block's name says all
@@ -161,6 +173,7 @@ class OffloadManager:
         data = self.host.pool.view(slot, self._page_bytes(group_of(key)))
         if self.tiers[index].write(token, key, data):
             self._writes[token] = slot
+            self._writing[index, key] += 1
         else:
             self.host.unpin(pinned)
 
@@ -213,9 +226,22 @@ class OffloadManager:
         if search.outstanding == 0:
             search.stage = "done"
 
-    def _written(self, result: TierResult, name: str) -> None:
+    def _written(self, result: TierResult, index: int) -> None:
+        name, key = self.tiers[index].name, result.keys[0]
         self.host.unpin([self._writes.pop(result.token)])
+        self._writing[index, key] -= 1
+        if not self._writing[index, key]:
+            del self._writing[index, key]
         if result.ok[0]:
-            self.counters.add(f"{name}_write_bytes", self._page_bytes(group_of(result.keys[0])))
+            self.counters.add(f"{name}_write_bytes", self._page_bytes(group_of(key)))
         else:
             self.counters.add(f"{name}_write_failures")
+
+    def _delete_doomed(self) -> None:
+        """Delete what may be deleted now. A write that is under way comes first: it would bring
+        the block back."""
+        for index, (tier, doomed) in enumerate(zip(self.tiers, self._doomed, strict=True)):
+            keys = [key for key in doomed if (index, key) not in self._writing]
+            if keys and tier.delete(keys):
+                for key in keys:
+                    del doomed[key]

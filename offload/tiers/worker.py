@@ -123,7 +123,8 @@ class TierWorker:
         try:
             tasks.put_nowait(task)
         except queue.Full:
-            self._counters.add(f"{self.name}_dropped_{task[0]}s")
+            if task[0] != "delete":  # which is tried again
+                self._counters.add(f"{self.name}_dropped_{task[0]}s")
             return False
         self._pending += 1
         return True

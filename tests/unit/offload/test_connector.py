@@ -11,6 +11,7 @@ import pytest
 from offload_engine import BLOCK, OffloadEngine, config_for, planner_config
 
 from jaxengine.offload.config import OffloadPolicy
+from jaxengine.offload.connector import JOB_BLOCKS, STEP_LOAD_BLOCKS
 from jaxengine.offload.jobs import Done, Job
 
 
@@ -272,3 +273,18 @@ def test_a_window_is_loaded_and_nothing_before_it_is_found() -> None:
     for blocks in (11, 9, 4):
         engine.ask(f"short {blocks}", prompt[: blocks * BLOCK + 1], 2)
     engine.check_outputs()
+
+
+def test_a_step_loads_no_more_than_its_share() -> None:
+    """Jobs of any size: at most STEP_LOAD_BLOCKS blocks a step, every job once, in order."""
+    engine = engine_with()
+    rng = random.Random(11)
+    sizes = [rng.randint(1, JOB_BLOCKS) for _ in range(200)]
+    jobs = [Job(i, "load", 0, [0] * n, [0] * n) for i, n in enumerate(sizes)]
+    engine.connector._new_loads.extend(jobs)
+    given: list[Job] = []
+    while (step := engine.connector.take_step()) is not None:
+        assert 0 < sum(len(job.slots) for job in step.loads) <= STEP_LOAD_BLOCKS
+        given += step.loads
+    assert given == jobs
+    engine.offload.close()

@@ -242,3 +242,65 @@ def test_a_broken_tier_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) 
         time.sleep(0.001)
     assert len(caplog.records) == 1 and "RuntimeError: broken" in caplog.text
     worker.close()
+
+
+class GatedStore:
+    """Keeps what it is given, each write as soon as the gate is open."""
+
+    writable = True
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.blocks: set[bytes] = set()
+
+    def contains(self, keys: list[bytes], stop_at_miss: bool) -> list[bool]:
+        return [key in self.blocks for key in keys]
+
+    def read(self, keys: list[bytes], into: list[np.ndarray]) -> list[bool]:
+        return [False] * len(keys)
+
+    def write(self, key: bytes, data: np.ndarray) -> bool:
+        assert self.gate.wait(20)
+        self.blocks.add(key)
+        return True
+
+    def delete(self, key: bytes) -> None:
+        self.blocks.discard(key)
+
+    def close(self) -> None:
+        self.gate.set()
+
+
+@pytest.mark.parametrize("max_queue", [1, 2, 64])
+def test_what_proved_wrong_leaves_a_tier_that_was_still_writing_it(max_queue: int) -> None:
+    """Neither a write under way nor a full queue lets a wrong block stay."""
+    counters = Counters()
+    store = GatedStore()
+    worker = TierWorker("gated", store, counters, threads=3, max_queue=max_queue)  # type: ignore[arg-type]
+    manager = OffloadManager(host_of(16), [worker], lambda group: PAGE, counters)
+    fill(manager, range(8))
+    manager.discard([key_of(i) for i in range(8)])
+    assert manager.num_pending
+    manager.poll()
+    store.gate.set()
+    settle(manager)
+    assert store.blocks == set()
+    fill(manager, range(1))  # computed anew, and stored anew
+    settle(manager)
+    assert store.blocks == {key_of(0)} and manager.host.num_busy == 0
+    manager.close()
+
+
+def test_deletes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxengine.offload.manager.MAX_DOOMED", 5)
+    counters = Counters()
+    store = GatedStore()
+    worker = TierWorker("gated", store, counters)  # type: ignore[arg-type]
+    manager = OffloadManager(host_of(16), [worker], lambda group: PAGE, counters)
+    fill(manager, range(8))
+    manager.discard([key_of(i) for i in range(8)])
+    assert counters.get("gated_dropped_deletes") == 3
+    store.gate.set()
+    settle(manager)
+    assert store.blocks == {key_of(i) for i in range(3)}
+    manager.close()
