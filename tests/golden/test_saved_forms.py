@@ -11,9 +11,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from test_goldens import run
 from testdata import GOLDENS
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
+from jaxengine.engine.llm import LLM
 from jaxengine.engine.messages import EngineRequest
 from jaxengine.sampling_params import SamplingParams
 
@@ -91,3 +94,22 @@ def test_tied_by_the_name_of_the_head(tmp_path: pathlib.Path) -> None:
     save(name, tmp_path, {}, {EMBED: None, HEAD: embed})
     got, want = answers(tmp_path, name)
     assert got == want
+
+
+def test_end_token_that_only_config_names(tmp_path: pathlib.Path) -> None:
+    """The answer ends where the model's own configuration says; defaults that cannot be are no
+    reason not to start."""
+    case = json.loads((GOLDENS / "llama" / "golden.json").read_text())["cases"][0]
+    end = case["greedy"][2]
+    save("llama", tmp_path, {"eos_token_id": [end, 2]}, {})
+    Tokenizer(WordLevel({f"t{i}": i for i in range(320)}, "t0")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": "hot", "top_k": 1, "eos_token_id": null}'
+    )
+    with LLM(str(tmp_path), max_model_len=128, max_num_seqs=2, block_size=16, warmup="lazy") as llm:
+        [out] = llm.generate([{"prompt_token_ids": case["prompt"]}], use_tqdm=False)
+    assert list(out.outputs[0].token_ids) == case["greedy"][:3]
+    assert out.outputs[0].finish_reason == "stop"
