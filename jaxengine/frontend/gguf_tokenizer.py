@@ -156,8 +156,14 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer,
         raise UnsupportedModelError(f"GGUF pre-tokenizer {pre!r} is not supported")
     bpe = _PRE[pre]
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = [_merge(m, vocab) for m in metadata.get("tokenizer.ggml.merges") or []]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=bpe.ignore_merges))
+    merges = metadata.get("tokenizer.ggml.merges") or []
+    try:
+        pairs = [tuple(m.split(" ", 1)) for m in merges]
+        model = models.BPE(vocab, pairs, ignore_merges=bpe.ignore_merges)
+    except Exception:  # noqa: BLE001  (the library's own; another form, or a damaged list)
+        pairs = [_merge(m, vocab) for m in merges]
+        model = models.BPE(vocab, pairs, ignore_merges=bpe.ignore_merges)
+    tokenizer = Tokenizer(model)
     cuts: list[PreTokenizer] = [pre_tokenizers.Split(Regex(c), "isolated") for c in bpe.cuts]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])

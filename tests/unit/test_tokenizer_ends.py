@@ -14,9 +14,16 @@ from test_tokenizer import BOS, EOS, TURN, write
 from jaxengine.frontend.gguf_tokenizer import build_tokenizer, eos_token_ids
 from jaxengine.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxengine.weights.errors import ModelLoadError
+from jaxengine.weights.generation import warn_once
 from jaxengine.weights.resolve import resolve_model
 
 OTHER = 97  # a plain token
+
+
+@pytest.fixture(autouse=True)
+def tell_again() -> None:
+    """Warnings are given once in a process."""
+    warn_once.cache_clear()
 
 
 def model(

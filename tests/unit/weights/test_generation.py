@@ -12,10 +12,18 @@ import pytest
 from jaxengine.frontend.processor import default_params
 from jaxengine.frontend.validation import Limits, RequestError, check_params
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.weights.generation import usable_defaults
+from jaxengine.weights.generation import usable_defaults, warn_once
 from jaxengine.weights.resolve import resolve_model
 
 LIMITS = Limits(max_model_len=64, vocab_size=320)
+
+
+@pytest.fixture(autouse=True)
+def tell_again() -> None:
+    """Warnings are given once in a process."""
+    warn_once.cache_clear()
+
+
 WRONG: list[Any] = ["hot", "0.7", True, [0.5], {}, float("nan"), float("inf"), 10**400, -5, 1e31]
 VALUES: dict[str, list[Any]] = {
     "temperature": [0, 0.0, 0.6, 1, 2, 2.1, 5, -0.1],
