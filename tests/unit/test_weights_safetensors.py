@@ -165,9 +165,7 @@ def test_b70_extra_tensors(copy: pathlib.Path, caplog: pytest.LogCaptureFixture)
     assert "1 unknown tensors ignored, first model.vision.weight" in caplog.text
 
 
-def test_b70_copy_of_tied_embeddings(
-    copy: pathlib.Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_b70_copy_of_tied_embeddings(copy: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """Other heads: tests/unit/weights/test_head.py."""
     config = json.loads((copy / "config.json").read_text()) | {"tie_word_embeddings": True}
     (copy / "config.json").write_text(json.dumps(config))
