@@ -1,32 +1,34 @@
 """Publishes prefix-cache events over ZMQ, numbered, with a replay of what a subscriber missed.
 
-PUB endpoint: [topic, sequence number, batch]; numbers are 8 bytes, big-endian, from 0 without
-gaps; a batch is a msgpack `EventBatch`. Replay (ROUTER) endpoint: send [b"", number] from a DEALER
-(a REQ socket adds the empty frame itself) and get [b"", number, batch] for each batch from that
-number on that is still held, then [b"", -1, b""].
+PUB endpoint: [topic, sequence number, batch]; numbers are 8 bytes, big-endian, from 0. A number
+that is left out was lost here. Frames, batches and replays (`kv_event_replay`) are vLLM's.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-import msgspec
 import zmq
 
-from jaxengine.sched.kv_events import KVEvent, ReplayBuffer
+from jaxengine.engine.kv_event_replay import MAX_REQUEST_BYTES, Replays, Socket, number
+from jaxengine.engine.kv_event_wire import encode_batch
+from jaxengine.json_setting import json_object
+from jaxengine.offload.addresses import check_address, is_local
+from jaxengine.offload.counters import Counters
+from jaxengine.offload.seldom import SeldomLog
+from jaxengine.sched.kv_events import KVEvent
 
 log = logging.getLogger(__name__)
 
-END = (-1).to_bytes(8, "big", signed=True)
+PAUSE = 0.01  # seconds; how often a client that reads slowly is tried again
 _NAME = "kv_events_config"
 _ALIASES = {"enable_kv_cache_events": "enable"}
-_Socket = zmq.Socket[bytes]
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,11 @@ class KVEventsConfig:
     """Settings of the publisher. Port numbers are raised by the data-parallel rank."""
 
     enable: bool = False
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000  # batches held for replay
     hwm: int = 100_000  # batches that wait for one slow subscriber; more are lost to it
+    max_queue_size: int = 100_000  # batches that wait for the publishing thread; more are lost
     topic: str = ""
 
 
@@ -45,16 +48,10 @@ def parse_kv_events_config(value: str | Mapping[str, Any] | None) -> KVEventsCon
     """From JSON text or a dict. Raises ValueError naming the key at fault."""
     if value is None:
         return KVEventsConfig()
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{_NAME} is not valid JSON: {error}") from None
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{_NAME} must be a JSON object, got {type(value).__name__}")
-    given = {_ALIASES.get(key, key): item for key, item in value.items()}
-    if given.pop("publisher", "zmq") not in ("zmq", None):
-        raise ValueError(f'{_NAME}.publisher must be "zmq"')
+    given = {_ALIASES.get(key, key): item for key, item in json_object(value, _NAME).items()}
+    publisher = given.pop("publisher", None)
+    if publisher not in ("zmq", "null", None):
+        raise ValueError(f'{_NAME}.publisher must be "zmq" or "null", got {publisher!r}')
     defaults = KVEventsConfig()
     known = {f.name for f in fields(defaults)}
     for key, item in given.items():
@@ -68,6 +65,12 @@ def parse_kv_events_config(value: str | Mapping[str, Any] | None) -> KVEventsCon
             raise ValueError(f"{_NAME}.{key} must be {kind.__name__}, got {item!r}")
         if isinstance(item, int) and item < 1 and kind is int:
             raise ValueError(f"{_NAME}.{key} must be at least 1, got {item}")
+        if key == "topic" and len(item.encode()) >= MAX_REQUEST_BYTES:
+            raise ValueError(f"{_NAME}.topic must have less than {MAX_REQUEST_BYTES} bytes")
+        if key.endswith("endpoint"):
+            check_address(item, f"{_NAME}.{key}", bind=True)
+    if publisher == "null":
+        given["enable"] = False
     return KVEventsConfig(**given)
 
 
@@ -76,17 +79,31 @@ class KVEventPublisher:
 
     def __init__(self, config: KVEventsConfig, rank: int = 0) -> None:
         """Bind the endpoints. Raises ValueError when one cannot be bound."""
+        self.counts = Counters()
+        self._seldom = SeldomLog(log)
         self._topic = config.topic.encode()
-        self._buffer = ReplayBuffer(config.buffer_steps, rank)
-        self._queue: queue.SimpleQueue[list[KVEvent] | None] = queue.SimpleQueue()
-        self._context: zmq.Context[_Socket] = zmq.Context()
+        self._rank = rank
+        self._queue: queue.SimpleQueue[tuple[int, float, list[KVEvent]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._max_queue_size = config.max_queue_size
+        self._left_out = 0  # batches since the last one that went into the queue
+        self._next = 0  # sequence number; the thread's
+        self._context: zmq.Context[Socket] = zmq.Context()
         self._closed = False
         self._broken = False
-        self._replay: _Socket | None = None
+        self._replay: Replays | None = None
+        self.replay_endpoint = ""
         try:
-            self._pub = self._bind(zmq.PUB, config.endpoint, rank, config.hwm)
+            self._pub = self._context.socket(zmq.PUB)
+            self._pub.setsockopt(zmq.SNDHWM, config.hwm)
+            self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # of subscriptions
+            self.endpoint = _bind(self._pub, config.endpoint, rank)
             if config.replay_endpoint:
-                self._replay = self._bind(zmq.ROUTER, config.replay_endpoint, rank, 0)
+                router = self._context.socket(zmq.ROUTER)
+                Replays.prepare(router)
+                self.replay_endpoint = _bind(router, config.replay_endpoint, rank)
+                self._replay = Replays(router, self._topic, config.buffer_steps, self.counts)
             alarm = self._context.socket(zmq.PAIR)
             alarm.bind("inproc://events")
             self._alarm = self._context.socket(zmq.PAIR)
@@ -101,9 +118,15 @@ class KVEventPublisher:
 
     def publish(self, events: list[KVEvent]) -> None:
         """Send the events of one step as one batch. Never blocks; no events, no batch."""
-        if events and not (self._closed or self._broken):
-            self._queue.put(events)
-            self._ring()
+        if not events or self._closed or self._broken:
+            return
+        if self._queue.qsize() >= self._max_queue_size:
+            self._left_out += 1
+            self._drop("kv events: the queue is full, a batch is lost")
+            return
+        self._queue.put((self._left_out, time.time(), events))
+        self._left_out = 0
+        self._ring()
 
     def close(self) -> None:
         """Send what is left and free the endpoints. Idempotent."""
@@ -115,78 +138,100 @@ class KVEventPublisher:
             self._alarm.close(0)
             self._context.destroy(linger=1000)
 
-    def _bind(self, kind: int, endpoint: str, rank: int, hwm: int) -> _Socket:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.setsockopt(zmq.SNDHWM, hwm)  # 0 = no limit: a replay is never cut short
-        try:
-            socket.bind(_of_rank(endpoint, rank))
-        except zmq.ZMQError as error:
-            raise ValueError(f"{_NAME}: cannot bind {endpoint}: {error.strerror}") from None
-        return socket
-
     def _ring(self) -> None:
         try:
             self._alarm.send(b"", zmq.NOBLOCK)
         except zmq.Again:  # a thousand calls wait: the thread is awake and empties the queue
             return
 
-    def _run(self, alarm: _Socket) -> None:
+    def _run(self, alarm: Socket) -> None:
         poller = zmq.Poller()
         poller.register(alarm, zmq.POLLIN)
-        if self._replay is not None:
-            poller.register(self._replay, zmq.POLLIN)
+        replay = self._replay
+        if replay is not None:
+            poller.register(replay.socket, zmq.POLLIN)
+        timeout: int | None = None  # milliseconds
         try:
             while True:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(timeout))
                 if alarm in ready:
                     alarm.recv()
                 if not self._send_all():
                     return
-                if self._replay is not None and self._replay in ready:
-                    self._answer(self._replay)
+                if replay is not None:
+                    timeout = self._answer(replay, replay.socket in ready)
         except Exception:  # noqa: BLE001 - the engine goes on without its events
             log.exception("kv events are no longer published")
             self._broken = True
         finally:
             alarm.close(0)
             self._pub.close()
-            if self._replay is not None:
-                self._replay.close()
+            if replay is not None:
+                replay.socket.close()
 
     def _send_all(self) -> bool:
         """Send every batch of the queue; False at its end."""
         while not self._queue.empty():
-            events = self._queue.get()
-            if events is None:
+            entry = self._queue.get()
+            if entry is None:
                 return False
-            sequence, batch = self._buffer.append(events)
-            self._pub.send_multipart([self._topic, _number(sequence), _encode(batch)])
+            left_out, at, events = entry
+            sequence = self._next + left_out
+            self._next = sequence + 1
+            try:
+                payload = self._encode(at, events)
+                self._pub.send_multipart([self._topic, number(sequence), payload])
+            except Exception:  # noqa: BLE001 - one batch must not end all
+                self._drop("kv events: a batch could not be sent", trace=True)
+                continue
+            if self._replay is not None:
+                self._replay.keep(sequence, payload)
+            self.counts.add("kv_events_published")
         return True
 
-    def _answer(self, replay: _Socket) -> None:
-        frames = replay.recv_multipart()
-        if len(frames) != 3 or len(frames[2]) != 8:
-            log.warning("kv events: a replay request of %d frames is ignored", len(frames))
-            return
-        client, start = frames[0], int.from_bytes(frames[2], "big")
-        for sequence, batch in self._buffer.since(start):
-            replay.send_multipart([client, b"", _number(sequence), _encode(batch)])
-        replay.send_multipart([client, b"", END, b""])
+    def _encode(self, at: float, events: list[KVEvent]) -> bytes:
+        return encode_batch(at, events, self._rank)
+
+    def _answer(self, replay: Replays, asked: bool) -> int | None:
+        """Take a request and go on with the replays. Returns how many milliseconds may pass until
+        the next call; None: until something comes."""
+        try:
+            if asked:
+                replay.take_request()
+            moved = replay.go_on()
+        except Exception:  # noqa: BLE001 - one request must not end the publishing
+            self.counts.add("kv_events_errors")
+            self._seldom.warning("error", "kv events: a replay failed", trace=True)
+            moved = False
+        if not replay.num_active:
+            return None
+        return 0 if moved else int(PAUSE * 1000)
+
+    def _drop(self, text: str, trace: bool = False) -> None:
+        self.counts.add("kv_events_dropped")
+        self._seldom.warning("dropped", text, trace=trace)
 
 
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def _number(sequence: int) -> bytes:
-    return sequence.to_bytes(8, "big")
+def _bind(socket: Socket, endpoint: str, rank: int) -> str:
+    """Listen on the rank's own endpoint. Returns what it is."""
+    address = _of_rank(endpoint, rank)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ValueError(f"{_NAME}: cannot bind {address}: {error.strerror}") from None
+    if not is_local(address):
+        log.warning("kv events: whoever reaches %s can read the tokens of all prompts", address)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """Each rank its own endpoint: the port plus the rank, or the name with the rank."""
+    """Each rank its own endpoint: the port plus the rank, or the name with the rank. A port that
+    the system chooses is left to it."""
     if rank == 0:
         return endpoint
     head, _, port = endpoint.rpartition(":")
-    if endpoint.startswith("tcp://") and port.isdecimal():
-        return f"{head}:{int(port) + rank}"
-    return f"{endpoint}_dp{rank}"
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    return endpoint if port in ("*", "0") else f"{head}:{int(port) + rank}"

@@ -14,8 +14,7 @@ import zmq
 from engine_server import CC, GREEDY, REPLAY, C, text_of
 from serverlib import Server, alive, call, chunks, eventually, hang_up, metric
 
-from jaxengine.engine.kv_events import END
-from jaxengine.sched.kv_events import AllBlocksCleared, BlockStored, EventBatch
+from jaxengine.engine.kv_event_replay import END
 
 LETTERS = [tiny_model.byte_id(c) for c in "abcdefgh "]
 
@@ -170,27 +169,26 @@ def test_kv_events_tell_what_is_cached(up: Server) -> None:
         client.setsockopt(zmq.RCVTIMEO, 5000)
         client.setsockopt(zmq.LINGER, 0)
         client.connect(REPLAY)
-        batches: list[EventBatch] = []
 
-        def read() -> list[Any]:
+        def read() -> list[dict[str, Any]]:
             """All events so far, from the first; numbers have no gaps."""
-            batches.clear()
-            numbers = []
+            numbers: list[int] = []
+            events: list[dict[str, Any]] = []
             client.send_multipart([b"", bytes(8)])
-            while (frames := client.recv_multipart())[1] != END:
-                numbers.append(int.from_bytes(frames[1], "big"))
-                batches.append(msgspec.msgpack.decode(frames[2], type=EventBatch))
+            while (frames := client.recv_multipart())[2] != END:
+                numbers.append(int.from_bytes(frames[2], "big"))
+                events += msgspec.msgpack.decode(frames[3])[1]
             assert numbers == list(range(len(numbers)))
-            return [event for batch in batches for event in batch.events]
+            return events
 
         before = len(read())
         assert call(up.url, C, {"prompt": text, "max_tokens": 1})[0] == 200
         eventually(lambda: len(read()) > before)
-        stored = [e for e in read()[before:] if isinstance(e, BlockStored)]
+        stored = [e for e in read()[before:] if e["type"] == "BlockStored"]
         ids = tiny_model.byte_tokenizer().encode(text).ids
-        assert [t for e in stored for t in e.token_ids] == ids[:32]
+        assert [t for e in stored for t in e["token_ids"]] == ids[:32]
         assert call(up.url, "/reset_prefix_cache", {})[1] == {"success": True}
-        eventually(lambda: isinstance(read()[-1], AllBlocksCleared))
+        eventually(lambda: read()[-1] == {"type": "AllBlocksCleared"})
 
 
 def test_priority_decides_who_is_next(up: Server) -> None:
