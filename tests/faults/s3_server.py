@@ -21,6 +21,7 @@ class Bucket:
     status: int = 0
     delay: float = 0.0
     requests: int = 0
+    authorization: str = ""  # of the last request
 
 
 def _deleted(keys: list[bytes]) -> bytes:
@@ -52,6 +53,7 @@ def serve_bucket() -> Iterator[Bucket]:
 
         def serve(self) -> None:
             bucket.requests += 1
+            bucket.authorization = self.headers.get("Authorization", "")
             time.sleep(bucket.delay)
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             url = urlparse(self.path)

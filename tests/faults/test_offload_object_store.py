@@ -62,6 +62,17 @@ def test_round_trip_over_s3(bucket: Bucket) -> None:
     store.close()
 
 
+def test_keys_from_the_environment(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/offload.md advises: no secret is in the settings."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEYOFTHETEST")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    options = {"aws_endpoint": bucket.url, "aws_region": "us-east-1", "allow_http": "true"}
+    store = ObjectStore(open_store("s3://bucket/kv", options, timeout=5.0), SPACE)
+    assert store.write(key_of(0), page_of(0))
+    assert "Credential=KEYOFTHETEST/" in bucket.authorization
+    store.close()
+
+
 def test_errors_and_slowness_are_misses(bucket: Bucket) -> None:
     store = connect(bucket)
     assert store.write(key_of(0), page_of(0))
