@@ -151,12 +151,11 @@ class PeerServer:
         """As many pages as fit; the keys behind count as not there."""
         self._unsent = [entry for entry in self._unsent if not entry[0].done]
         unsent = self.unsent_bytes()
-        room = min(MAX_ANSWER_BYTES, self._max_unsent - unsent)
         digests: list[bytes] = []
         pages: list[bytes] = []
         total = 0
         for key in message.keys:
-            page = self._page(message.client, key, room - total, not (pages or unsent))
+            page = self._page(message.client, key, total, unsent)
             if page:
                 digests.append(page_digest(key, memoryview(page)))
                 pages.append(page)
@@ -165,9 +164,9 @@ class PeerServer:
                 digests.append(b"")
         self._send(route, Pages(message.number, digests), pages)
 
-    def _page(self, client: bytes, key: OffloadKey, room: int, alone: bool) -> bytes:
-        """A copy of the page, empty when it is not there or too big for `room`. A page that is
-        `alone` always fits."""
+    def _page(self, client: bytes, key: OffloadKey, total: int, unsent: int) -> bytes:
+        """A copy of the page, to go with `total` bytes of others behind `unsent` ones; empty when
+        it is not there or does not fit. A page that would be alone always fits."""
         # A block that was found to be wrong is out of the books, leased or not.
         slots = self._host.pin([key])
         if slots is None:
@@ -175,7 +174,9 @@ class PeerServer:
             return b""
         try:
             size = self._page_bytes(group_of(key))
-            if size > room and not alone:
+            too_long = total and total + size > MAX_ANSWER_BYTES
+            too_much = (total or unsent) and unsent + total + size > self._max_unsent
+            if too_long or too_much:
                 self._counters.add("p2p_served_busy")
                 return b""
             page = self._host.pool.view(slots[0], size).tobytes()
