@@ -68,7 +68,7 @@ def check_coupled(config: EngineConfig) -> None:
 
 def member_config(config: EngineConfig, rank: int, port: int) -> EngineConfig:
     """What the engine process of a coupled rank is told. `data_parallel_size_local` beside a rank
-    marks it: no user may set both so."""
+    of the group marks it: servers refuse that."""
     size = config.data_parallel.data_parallel_size
     ranks = replace(config.data_parallel, data_parallel_rank=rank, data_parallel_size_local=size)
     parallel = replace(
@@ -89,11 +89,13 @@ def moved(config: EngineConfig, port: int) -> EngineConfig:
 
 def member_of(config: EngineConfig) -> Member | None:
     """In an engine or its worker: its place in a coupled group. None for any other engine."""
-    ranks = config.data_parallel
+    ranks, parallel = config.data_parallel, config.parallel
     size, rank = ranks.data_parallel_size, ranks.data_parallel_rank
     if size == 1 or rank is None or ranks.data_parallel_size_local != size:
         return None
-    return Member(rank, size, config.parallel.master_port)
+    if (parallel.nnodes, parallel.node_rank, parallel.master_addr) != (size, rank, HOST):
+        return None  # a user's mistake, which `modes.local_ranks` names
+    return Member(rank, size, parallel.master_port)
 
 
 def free_ports() -> int:

@@ -59,10 +59,18 @@ def local_ranks(config: DataParallelConfig) -> range:
 
 
 def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
-    """What the engine process of `rank` is told: its own number, where there are several."""
+    """What the engine process of `rank` is told: its own number, where there are several. Which
+    other ranks run here is the server's business."""
     if config.data_parallel.data_parallel_size == 1:
         return config
-    return replace(config, data_parallel=replace(config.data_parallel, data_parallel_rank=rank))
+    ranks = replace(
+        config.data_parallel,
+        data_parallel_rank=rank,
+        data_parallel_hybrid_lb=False,
+        data_parallel_size_local=None,
+        data_parallel_start_rank=0,
+    )
+    return replace(config, data_parallel=ranks)
 
 
 def rank_environment(
@@ -76,7 +84,10 @@ def rank_environment(
     ranks = local_ranks(config.data_parallel)
     if num_gpus == 0 or len(ranks) == 1:
         return {}
-    each = config.parallel.tensor_parallel_size * config.parallel.attention_data_parallel_size
+    parallel = config.parallel
+    mesh = parallel.tensor_parallel_size * parallel.attention_data_parallel_size
+    # Of an engine over several nodes, this node's part.
+    each = -(-mesh * parallel.pipeline_parallel_size // parallel.nnodes)
     names = [str(i) for i in range(num_gpus)] if visible is None else visible.split(",")
     if len(ranks) * each > len(names):
         raise ValueError(

@@ -17,6 +17,12 @@ from jaxengine.engine.dp.coupling import (
     moved,
 )
 
+OFFLOAD = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 2**20},
+}
+
 
 def config(**settings: Any) -> EngineConfig:
     return EngineConfig.of(**{"data_parallel_size": 2, "enable_expert_parallel": True} | settings)
@@ -45,7 +51,7 @@ def test_who_is_coupled(settings: dict[str, Any], coupled: bool) -> None:
         {"pipeline_parallel_size": 2},
         {"record_expert_load": "loads.json"},
         {"kv_offloading_size": 1.0},
-        {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}},
+        {"kv_transfer_config": OFFLOAD},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     ],
     ids=str,
@@ -63,6 +69,9 @@ def test_a_member_is_one_process_of_the_whole() -> None:
     assert (told.parallel.nnodes, told.parallel.node_rank) == (2, 1)
     later = moved(told, 15002)
     assert member_of(later) == Member(1, 2, 15002)
+    # neither is what a user may set, nor a mistake that looks like it
+    with pytest.raises(ValueError, match="does not go with --data-parallel-rank"):
+        EngineConfig.of(data_parallel_size=2, data_parallel_rank=1, data_parallel_size_local=2)
     assert Member(1, 2, 15002).exchange_address == "tcp://127.0.0.1:15003"
 
 

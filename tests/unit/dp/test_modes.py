@@ -65,6 +65,66 @@ def test_every_rank_gets_its_own_number_and_gpus() -> None:
         rank_environment(config, 0, None, 3)
 
 
+@pytest.mark.parametrize(
+    ("settings", "each"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"pipeline_parallel_size": 2}, 2),
+        ({"attention_data_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 4),
+        ({"attention_data_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
+        ({"attention_data_parallel_size": 2, "tensor_parallel_size": 4}, 8),
+        (
+            {
+                "attention_data_parallel_size": 2,
+                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 2,
+            },
+            8,
+        ),
+        ({"tensor_parallel_size": 4, "nnodes": 2}, 2),  # of this node; the others have theirs
+        (
+            {"attention_data_parallel_size": 2, "tensor_parallel_size": 4, "nnodes": 4},
+            2,
+        ),
+        ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_the_gpus_out(settings: dict[str, Any], each: int, ranks: int) -> None:
+    """A rank has as many as its engine's mesh and stages need here, and no two have the same."""
+    config = EngineConfig.of(data_parallel_size=ranks, **settings)
+    given = [
+        rank_environment(config, i, None, ranks * each)["CUDA_VISIBLE_DEVICES"].split(",")
+        for i in range(ranks)
+    ]
+    assert [len(own) for own in given] == [each] * ranks
+    assert sum(given, []) == [str(i) for i in range(ranks * each)]
+    with pytest.raises(ValueError, match=f"of {each} devices each need {ranks * each} GPUs"):
+        rank_environment(config, 0, None, ranks * each - 1)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"size": 4},
+        {"size": 4, "size_local": 4},
+        {"size": 4, "hybrid_lb": True, "size_local": 2, "start_rank": 2},
+        {"size": 4, "rank": 3, "external_lb": True, "size_local": 1},
+    ],
+    ids=str,
+)
+def test_an_engine_of_any_mode_is_one_rank(flags: dict[str, Any]) -> None:
+    """Its settings are checked where they arrive, as all settings are."""
+    config = EngineConfig.of(**{f"data_parallel_{k}": v for k, v in flags.items()})
+    for rank in local_ranks(config.data_parallel):
+        told = rank_config(config, rank)
+        assert list(local_ranks(told.data_parallel)) == [rank]
+        assert told.data_parallel.data_parallel_size == 4
+
+
 def test_several_engines_seen_as_one() -> None:
     parts = [EngineReady(0, 512, 100, 16, 320), EngineReady(1, 256, 50, 16, 320)]
     merged = merge_ready(parts)
