@@ -7,22 +7,29 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxengine.config import ParallelConfig
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 
-# What XLA may put in a CUDA graph: all but collectives, which have hung in graphs.
-GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL"
+# Rematerialisation costs compile time and saves nothing where there is no backward pass.
+FLAGS = {"xla_disable_hlo_passes": "rematerialization"}
 
-# With several devices: collectives beside computation. Merging the products of two microbatches
-# (same weights) would undo their overlap.
-OVERLAP_FLAGS = {
+# Of programs that span several devices. Collectives have hung in CUDA graphs: they are taken from
+# XLA's own list of what it captures, whatever else is in it. They run beside computation, and
+# merging the products of two microbatches (same weights) would undo their overlap.
+MESH_FLAGS = {
+    "xla_gpu_enable_command_buffer": "-COLLECTIVES",
     "xla_gpu_enable_latency_hiding_scheduler": "true",
     "xla_gpu_dot_merger_threshold_mb": "0",
 }
@@ -30,24 +37,44 @@ OVERLAP_FLAGS = {
 _applied: dict[str, str] = {}
 
 
-def setup() -> dict[str, str]:
-    """Apply once per process; later calls return the first result.
+def setup(parallel: ParallelConfig | None = None) -> dict[str, str]:
+    """Apply what the user has not set; returns all that was set in this process.
 
-    Environment variables already present win. `JAXENGINE_MALLOC=off` leaves glibc alone.
+    `parallel` are the settings of the engine that runs here: they say whether its programs span
+    several devices, which the devices that this process sees do not (a rank may see one of eight).
+    A later call adds what an earlier one, without them, did not know; what it adds is read when
+    JAX first uses a device. `JAXENGINE_MALLOC=off` leaves glibc alone.
     """
-    if _applied:
-        return _applied
+    _setup_process()
+    if parallel is not None and gpu_expected():
+        _mesh_settings(parallel)
+    return _applied
+
+
+@functools.cache
+def _setup_process() -> None:
+    """What does not depend on the engine, once."""
     if "jax" in sys.modules:
         _applied["note"] = "JAX was imported first; settings of its environment are the user's"
     _default("TF_CPP_MIN_LOG_LEVEL", "2")
     if gpu_expected():
-        _gpu_settings(compute_capabilities())
+        _gpu_settings()
     elif "JAX_PLATFORMS" not in os.environ and "JAX_PLATFORM_NAME" not in os.environ:
         # Saves the search for accelerator plugins.
         _default("JAX_PLATFORMS", "cpu")
     if os.environ.get("JAXENGINE_MALLOC", "on") != "off" and _keep_freed_memory():
         _applied["malloc"] = "M_MMAP_MAX=0, M_TRIM_THRESHOLD=max"
-    return _applied
+
+
+def mesh_devices(parallel: ParallelConfig) -> int:
+    """Devices that one program of the engine spans, in all its processes. A pipeline's stages are
+    programs of their own."""
+    return parallel.tensor_parallel_size * parallel.attention_data_parallel_size
+
+
+def xla_flags(devices: int) -> dict[str, str]:
+    """Flags of programs that span so many GPUs."""
+    return FLAGS | MESH_FLAGS if devices > 1 else FLAGS
 
 
 def gpu_expected() -> bool:
@@ -74,30 +101,41 @@ def compute_capabilities() -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
-def _gpu_settings(capabilities: list[str]) -> None:
-    """Settings of one or more NVIDIA devices; see docs/kernels.md for the reasons."""
+def _gpu_settings() -> None:
+    """Settings of any engine on NVIDIA devices; see docs/kernels.md for the reasons."""
     _default("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     _default("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "xla_gpu_per_fusion_autotune_cache_dir")
-    # Rematerialisation costs compile time and saves nothing where there is no backward pass.
-    _default_flag("xla_disable_hlo_passes", "rematerialization")
-    if len(capabilities) < 2:
-        return
-    _default("NCCL_LAUNCH_MODE", "GROUP")  # one process, many devices
-    _default_flag("xla_gpu_enable_command_buffer", GRAPH_COMMANDS)
-    for name, value in OVERLAP_FLAGS.items():
+    for name, value in xla_flags(1).items():
         _default_flag(name, value)
-    if all(c.startswith("9.") for c in capabilities):
+
+
+def _mesh_settings(parallel: ParallelConfig) -> None:
+    """Settings of an engine whose programs span several NVIDIA devices."""
+    devices = mesh_devices(parallel)
+    if devices < 2:
+        return
+    for name, value in xla_flags(devices).items():
+        _default_flag(name, value)
+    if devices > parallel.nnodes:
+        _default("NCCL_LAUNCH_MODE", "GROUP")  # one process, many devices
+    capabilities = compute_capabilities()
+    if capabilities and all(c.startswith("9.") for c in capabilities):
         # One hardware queue keeps a collective's launch in order; on Blackwell it costs speed.
         _default("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _default_flag(name: str, value: str) -> None:
-    """Add a flag to XLA_FLAGS unless the user's already has it."""
+    """Add a flag to XLA_FLAGS unless it is there."""
+    if not has_flag(name):
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+        _applied[f"XLA_FLAGS --{name}"] = value
+
+
+def has_flag(name: str) -> bool:
+    """True when XLA_FLAGS says something about the flag already."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if f"--{name}=" in flags or f"--{name} " in f"{flags} ":
-        return
-    os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
-    _applied[f"XLA_FLAGS --{name}"] = value
+    return f"--{name}=" in flags or f"--{name} " in f"{flags} "
 
 
 def cache_dir(setting: str | None) -> Path | None:

@@ -22,7 +22,7 @@ def open_built(config: EngineConfig) -> Built | WorkerBuilt:
     """The model with its executor: in this process, or, with fault tolerance, in a worker's."""
     if config.fault.enable_fault_tolerance or member_of(config) is not None:
         return build_worker(config)
-    platform.setup()
+    platform.setup(config.parallel)
     # JAX must not be imported before platform.setup().
     from jaxengine.engine.build import build
 

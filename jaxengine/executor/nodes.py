@@ -170,7 +170,7 @@ def run_follower(config: EngineConfig) -> int:
     """A node that follows: load, join, run what node 0 says. Returns the exit code."""
     from jaxengine import platform
 
-    platform.setup()
+    platform.setup(config.parallel)
     from jaxengine.engine.build import build
 
     built = build(config)

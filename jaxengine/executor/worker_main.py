@@ -67,7 +67,7 @@ def main(file_descriptor: int) -> None:
     _setup_logging(start)
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
-    platform.setup()
+    platform.setup(start.config.parallel)
     try:
         # JAX must not be imported before platform.setup().
         from jaxengine.engine.build import build

@@ -15,12 +15,6 @@ from typing import Any
 
 from jax import lax
 
-# Flags under which XLA:GPU overlaps; `platform.setup` sets them where microbatches are on.
-XLA_FLAGS = (
-    "--xla_gpu_enable_latency_hiding_scheduler=true",
-    "--xla_gpu_dot_merger_threshold_mb=0",
-)
-
 Tree = Any  # a pytree of arrays
 
 

@@ -20,7 +20,9 @@ from typing import Any
 from jaxengine.pallas_kernels import aot
 from jaxengine.parallel import hlo
 from jaxengine.parallel.cost import H200, QWEN3_30B_A3B, MoeShape
-from jaxengine.parallel.overlap import XLA_FLAGS
+from jaxengine.platform import xla_flags
+
+FLAGS = tuple(f"--{name}={value}" for name, value in xla_flags(8).items())
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def summary(pairs: list[hlo.Pair], devices: int) -> dict[str, Any]:
 
 
 def compile_cases(
-    cases: list[Case], *, flags: tuple[str, ...] = XLA_FLAGS, timeout: float = 300
+    cases: list[Case], *, flags: tuple[str, ...] = FLAGS, timeout: float = 300
 ) -> list[dict[str, Any]]:
     """Reports of cases, compiled in one process with these XLA flags.
 

@@ -9,6 +9,7 @@ compiler's figures; `compile_steps` runs it.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -16,22 +17,23 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from jaxengine.pallas_kernels import aot
+from jaxengine.platform import has_flag, xla_flags
 
 Case = dict[str, Any]
 
 
 def compile_steps(cases: Sequence[Case], *, timeout: float = 1800) -> Iterator[dict[str, Any]]:
-    """Yields every case with its figures or "error". A compiler that aborts costs one case.
+    """Yields every case with its figures or "error", compiled with the flags that an engine of its
+    mesh sets. A compiler that aborts costs one case.
 
     Raises RuntimeError when nothing can be compiled here.
     """
-    from jaxengine.platform import OVERLAP_FLAGS
-
-    flags = [f"--{name}={value}" for name, value in OVERLAP_FLAGS.items()]
-    several = any(devices_of(case) > 1 for case in cases)
-    return aot.in_processes(
-        "jaxengine.runner.aot_step", cases, flags=flags if several else (), timeout=timeout
-    )
+    for devices, alike in itertools.groupby(cases, devices_of):
+        wanted = xla_flags(devices).items()
+        flags = [f"--{name}={value}" for name, value in wanted if not has_flag(name)]
+        yield from aot.in_processes(
+            "jaxengine.runner.aot_step", list(alike), flags=flags, timeout=timeout
+        )
 
 
 def devices_of(case: Case) -> int:

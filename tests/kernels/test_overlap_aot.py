@@ -10,7 +10,6 @@ import pytest
 from jaxengine.pallas_kernels import aot
 from jaxengine.parallel import overlap_check
 from jaxengine.parallel.cost import QWEN3_30B_A3B
-from jaxengine.parallel.overlap import XLA_FLAGS
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -34,7 +33,7 @@ def test_halves_compute_while_the_other_travels() -> None:
 
 
 def test_overlap_survives_the_dot_merger_by_construction() -> None:
-    merging = tuple(f for f in XLA_FLAGS if "dot_merger" not in f)
+    merging = tuple(f for f in overlap_check.FLAGS if "dot_merger" not in f)
     case = overlap_check.Case(1024, True, layers=2)
     report = overlap_check.compile_cases([case], flags=merging)[0]
     assert report["share"] >= 0.8
