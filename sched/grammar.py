@@ -21,6 +21,11 @@ class Grammar(Protocol):
         ...
 
     @property
+    def failure(self) -> str | None:
+        """Why the request must end, where its constraint is at fault; None while all is well."""
+        ...
+
+    @property
     def terminated(self) -> bool:
         """Only an end token may follow."""
         ...

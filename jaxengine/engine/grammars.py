@@ -60,8 +60,9 @@ class Grammars:
 
     @property
     def num_waiting(self) -> int:
-        """Requests whose grammar is being compiled."""
-        return len(self._waiting)
+        """Requests whose grammar is being compiled. One that was aborted is none of them, though
+        `failed` forgets it only with the next step."""
+        return sum(not request.is_finished for request in self._waiting)
 
     def failed(self) -> list[tuple[Request, str]]:
         """Requests whose grammar did not compile, each once, with the reason."""

@@ -105,5 +105,7 @@ class Collected:
             output.num_external_tokens = request.num_external_tokens
             output.times = (request.queued_time, request.first_scheduled_time)
         if update.finish_reason == "error":
-            output.error = NAN_ERROR
+            reason = None if request.grammar is None else request.grammar.failure
+            output.error = NAN_ERROR if reason is None else reason
+            output.stop_reason = None if reason is None else INVALID_REQUEST
         return output

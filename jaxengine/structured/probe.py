@@ -44,9 +44,15 @@ class ByteTokenizer:
 
 
 def limits() -> llguidance.LLParserLimits:
-    # The library's own limit of items would pass an object of a thousand properties here and
-    # fail on it while tokens are sampled.
-    return llguidance.LLParserLimits(verbose_errors=False, max_items_in_row=20_000)
+    return llguidance.LLParserLimits(
+        verbose_errors=False,
+        # The library's own limit would pass an object of a thousand properties here and fail on
+        # it while tokens are sampled.
+        max_items_in_row=20_000,
+        step_max_items=20_000,  # such an object needs a quarter; an ambiguous grammar all it gets
+        step_lexer_fuel=500_000,  # 10 ms of CPU at most
+        max_lexer_states=50_000,  # of 1 to 2 kB; they are kept as long as the grammar
+    )
 
 
 def to_grammar(kind: Any, text: str) -> str:

@@ -56,7 +56,7 @@ class ThoughtLimit:
     @property
     def failure(self) -> str | None:
         """As `Matcher.failure`."""
-        return getattr(self._inner, "failure", None)
+        return None if self._inner is None else self._inner.failure
 
     @property
     def over(self) -> bool:

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import tiny_model
 from engine_server import CC, GREEDY, C, text_of
-from serverlib import Server, alive, call, chunks, hang_up
+from serverlib import Server, alive, call, chunks, events, hang_up
 
 LETTERS = [tiny_model.byte_id(c) for c in "abcdefgh "]
 
@@ -221,4 +221,30 @@ def test_slow_grammars_are_bounded(up: Server) -> None:
             slowest = max(slowest, time.monotonic() - began)
         assert [a.result(60)[0] in (200, 400) for a in answers] == [True] * len(heavy)
     assert slowest < 20
+    assert alive(up.url)
+
+
+TOO_MUCH = {
+    "guided_regex": "((a|b|c|d){1,500}){1,500}",
+    "guided_grammar": "start: e\ne: e e e e | e e e | e e | /[a-z]/",
+}
+
+
+@pytest.mark.parametrize("field", TOO_MUCH)
+def test_what_asks_too_much_later_is_the_client_s_mistake(up: Server, field: str) -> None:
+    """M9, L8: it passes at the door and breaks in the middle of the text."""
+    end = {str(tiny_model.byte_tokenizer().token_to_id("</s>")): -100}
+    body = {"prompt": "x", "max_tokens": 200, "seed": 1, "logit_bias": end, field: TOO_MUCH[field]}
+    free = {"prompt": "just text", "max_tokens": 12, **GREEDY}
+    alone = text_of(call(up.url, C, free))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        hostile = pool.submit(call, up.url, C, body)
+        assert text_of(call(up.url, C, free)) == alone
+        status, answer, _ = hostile.result(120)
+    assert status == 400 and answer["error"]["param"] == "structured_outputs"
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["message"].startswith("structured_outputs.")
+    assert "make it smaller or less ambiguous" in answer["error"]["message"]
+    *_, last = [e for e in events(up.url, C, body) if e != "[DONE]"]
+    assert json.loads(last)["error"]["message"].startswith("structured_outputs.")
     assert alive(up.url)

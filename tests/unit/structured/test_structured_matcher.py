@@ -240,11 +240,16 @@ def test_logits_narrower_than_the_library_s_vocabulary() -> None:
     assert not matcher.accept([80])
 
 
-def test_draft_masks_never_open() -> None:
+@pytest.mark.parametrize(
+    "spec", [spec_of(json={"enum": [12, 120]}), spec_of(grammar='start: "12" "0"?')], ids=str
+)
+def test_draft_masks_never_open(spec: Spec) -> None:
+    """Of a usual grammar, and of one whose masks are measured."""
     vocabulary = byte_vocabulary()
-    spec = spec_of(json={"enum": [12, 120]})
     drafts = [*vocabulary.encode("1"), *vocabulary.encode("2"), *vocabulary.encode("}x")]
     matcher = ready_matcher(vocabulary, spec)
+    assert matcher.measured == (spec.kind == "grammar")
+    assert matcher.validate(drafts) == 2  # as the engine asks before
     out = np.full((len(drafts) + 1, vocabulary.words), -1, np.int32)
     assert fill_draft_bitmasks(matcher, drafts, out) == 2
     for k in range(3):
@@ -257,6 +262,8 @@ def test_draft_masks_never_open() -> None:
     assert legal_ids(matcher, vocabulary.words) == legal_ids(
         ready_matcher(vocabulary, spec), vocabulary.words
     )
+    assert matcher.accept(drafts[:1]) and matcher.validate(drafts[1:2]) == 1
+    matcher.rollback(1)
     end = [*vocabulary.encode("120"), vocabulary.eos[0], vocabulary.eos[0]]
     wide = np.full((len(end) + 1, vocabulary.words), -1, np.int32)
     assert fill_draft_bitmasks(matcher, end, wide) == len(end) - 1
