@@ -40,16 +40,17 @@ class Sandbox:
 
     def build(self, spec: Spec) -> str:
         """The grammar in the library's form. Raises GrammarError with one sentence."""
-        child = self._take()
         request = {"kind": spec.kind, "text": spec.text, "seconds": self._seconds}
-        reply = _ask(child, json.dumps(request) + "\n")
+        line = json.dumps(request) + "\n"
+        child = self._take_idle()
+        reply, code = ("", 0) if child is None else self._reply(child, line)
+        if not reply and code != -signal.SIGALRM:
+            # None was idle, or it was killed while nobody looked, for memory of others say.
+            reply, code = self._reply(_start(), line)
         if not reply:
-            code = child.wait()
-            _close(child)
             late = code == -signal.SIGALRM
             why = f"took longer than {self._seconds:g} s to check" if late else "needs too much"
             raise GrammarTooComplexError(f"{spec.field} is too complex: it {why}")
-        self._give(child)
         answer = json.loads(reply)
         if "error" in answer:
             raise GrammarError(
@@ -64,22 +65,24 @@ class Sandbox:
             self._closed = True
         self._finalizer()
 
-    def _take(self) -> subprocess.Popen[str]:
+    def _take_idle(self) -> subprocess.Popen[str] | None:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        # -P: the script's folder is no place to import from
-        command = [sys.executable, "-P", str(_SCRIPT)]
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # panics of the library; the reply tells of them
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "RUST_BACKTRACE": "0"},
-            start_new_session=True,  # Ctrl-C is for the parent
-        )
+            while self._idle:
+                child = self._idle.pop()
+                if child.poll() is None:
+                    return child
+                _close(child)
+        return None
+
+    def _reply(self, child: subprocess.Popen[str], line: str) -> tuple[str, int]:
+        """Its reply; or "" and its exit status when it ended before."""
+        reply = _ask(child, line)
+        if reply:
+            self._give(child)
+            return reply, 0
+        code = child.wait()
+        _close(child)
+        return "", code
 
     def _give(self, child: subprocess.Popen[str]) -> None:
         with self._lock:
@@ -87,6 +90,20 @@ class Sandbox:
                 self._idle.append(child)
                 return
         _end_all([child])
+
+
+def _start() -> subprocess.Popen[str]:
+    # -P: the script's folder is no place to import from
+    return subprocess.Popen(
+        [sys.executable, "-P", str(_SCRIPT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # panics of the library; the reply tells of them
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "RUST_BACKTRACE": "0"},
+        start_new_session=True,  # Ctrl-C is for the parent
+    )
 
 
 def first_sentence(error: str) -> str:
