@@ -7,13 +7,14 @@ it would pass over in silence, recursion that never consumes or never ends, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from jaxengine.structured.finite import is_finite
+
 MAX_DEPTH = 64
 MAX_BYTES = 512 * 1024
-MAX_PASSES = 64
 
 _IN_PLACE = ("allOf", "anyOf", "oneOf")  # apply to the same value: they consume no text
 _LISTS = (*_IN_PLACE, "prefixItems", "items")
@@ -37,10 +38,7 @@ def parse_schema(schema: object, field: str) -> str:
         raise ValueError(f"{field} is false: no value satisfies it")
     if not isinstance(schema, dict):
         raise ValueError(f"{field} must be a JSON object, got {type(schema).__name__}")
-    _check_depth(schema, field)
-    text = _dumps(schema, field)
-    if len(text) > MAX_BYTES:
-        raise ValueError(f"{field} is {len(text)} characters long, above the limit {MAX_BYTES}")
+    text = to_text(schema, field)
     try:
         _check_nodes(schema)
     except _BadSchema as e:
@@ -50,6 +48,22 @@ def parse_schema(schema: object, field: str) -> str:
 
 class _BadSchema(Exception):
     """What is wrong, to be put after the field's name."""
+
+
+def to_text(value: dict[str, Any], field: str, max_depth: int = MAX_DEPTH) -> str:
+    """A JSON object as compact text, keys in the given order. Raises ValueError for what JSON or
+    UTF-8 cannot hold and for what is too large, the latter without writing it."""
+    _check_size(value, field, max_depth)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{field} holds a lone surrogate: not valid Unicode") from None
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{field} cannot be written as JSON: {e}") from None
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"{field} is {len(text)} characters long, above the limit {MAX_BYTES}")
+    return text
 
 
 def _loads(text: str, field: str) -> object:
@@ -63,50 +77,60 @@ def _loads(text: str, field: str) -> object:
         raise ValueError(f"{field} is not valid JSON: {e}") from None
 
 
-def _dumps(schema: dict[str, Any], field: str) -> str:
-    try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{field} holds a lone surrogate: not valid Unicode") from None
-    except (TypeError, ValueError) as e:
-        raise ValueError(f"{field} cannot be written as JSON: {e}") from None
-    return text
-
-
-def _check_depth(schema: object, field: str) -> None:
-    level: list[object] = [schema]
-    for _ in range(MAX_DEPTH + 1):
+def _check_size(root: object, field: str, max_depth: int) -> None:
+    """Level by level, and no further than MAX_BYTES characters certainly go."""
+    level, length = [root], 0
+    for _ in range(max_depth + 1):
         deeper: list[object] = []
         for node in level:
+            parts: Iterable[object] = ()
+            if isinstance(node, dict):
+                length += 4 * len(node)
+                parts = node.values()
+            elif isinstance(node, list | tuple):
+                length += len(node)
+                parts = node
+            elif isinstance(node, str):
+                length += len(node)
+            length += 1
+            if length > MAX_BYTES:
+                raise ValueError(f"{field} is too large, above the limit {MAX_BYTES} characters")
             if isinstance(node, dict):
                 if not all(isinstance(key, str) for key in node):
                     raise ValueError(f"{field} has a key that is not a string")
-                deeper.extend(node.values())
-            elif isinstance(node, list | tuple):
-                deeper.extend(node)
-        level = [node for node in deeper if isinstance(node, dict | list | tuple)]
+                length += sum(map(len, node))
+            deeper.extend(parts)
+        level = deeper
         if not level:
             return
-        if len(level) > MAX_BYTES:
-            raise ValueError(f"{field} is too large")
-    raise ValueError(f"{field} is nested deeper than {MAX_DEPTH} levels")
+    raise ValueError(f"{field} is nested deeper than {max_depth} levels")
 
 
 def _check_nodes(root: dict[str, Any]) -> None:
+    targets: dict[str, list[Any]] = {}
+
+    def target(node: dict[str, Any]) -> list[Any]:
+        ref = node.get("$ref")
+        if not isinstance(ref, str):
+            return _target(root, node)
+        if ref not in targets:
+            targets[ref] = _target(root, node)
+        return targets[ref]
+
     def everything(node: dict[str, Any]) -> list[Any]:
-        return [*_children(node), *_target(root, node)]
+        return [*_children(node), *target(node)]
 
     def in_place(node: dict[str, Any]) -> list[Any]:
         parts = [part for key in _IN_PLACE for part in _as_list(node.get(key))]
-        return [*parts, *_target(root, node)]
+        return [*parts, *target(node)]
 
     nodes, _ = _walk([root], everything)
     for node in nodes:
         _check_keywords(node, node is root)
     if _walk(nodes, in_place)[1]:
         raise _BadSchema("has a $ref that leads back to itself with nothing in between")
-    _check_finite(root, nodes)
+    if not is_finite(root, nodes, target):
+        raise _BadSchema("has no finite value: it requires itself within itself")
 
 
 def _check_keywords(node: dict[str, Any], is_root: bool) -> None:
@@ -165,7 +189,7 @@ def _target(root: dict[str, Any], node: dict[str, Any]) -> list[Any]:
         return []
     ref = node["$ref"]
     if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
-        raise _BadSchema(f"has the $ref {_short(ref)}: only '#' and '#/...' are supported")
+        raise _BadSchema(f"has the $ref {show(ref)}: only '#' and '#/...' are supported")
     place: Any = root
     for part in unquote(ref[2:]).split("/") if ref != "#" else []:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -174,15 +198,21 @@ def _target(root: dict[str, Any], node: dict[str, Any]) -> list[Any]:
         elif isinstance(place, list) and key.isdecimal() and len(key) < 7 and int(key) < len(place):
             place = place[int(key)]
         else:
-            raise _BadSchema(f"has the $ref {_short(ref)}, which leads nowhere")
+            raise _BadSchema(f"has the $ref {show(ref)}, which leads nowhere")
     if not isinstance(place, dict | bool):
-        raise _BadSchema(f"has the $ref {_short(ref)}, which leads to no schema")
+        raise _BadSchema(f"has the $ref {show(ref)}, which leads to no schema")
     return [place]
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def show(value: object) -> str:
+    """A value of a request in an error message: short, and always printable."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:57] + "...")
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    if isinstance(value, int) and abs(value) < 1 << 64:
+        return repr(value)
+    return type(value).__name__
 
 
 def _walk(
@@ -216,54 +246,3 @@ def _walk(
                 done.append(node)
                 stack.pop()
     return done, cyclic
-
-
-def _check_finite(root: dict[str, Any], nodes: list[dict[str, Any]]) -> None:
-    """Some value of finite length must satisfy the root, or generation could never end."""
-    finite: set[int] = set()
-
-    def ends(schema: object) -> bool:
-        return not isinstance(schema, dict) or id(schema) in finite
-
-    # children come first, so one pass does for all but intertwined recursion
-    for _ in range(MAX_PASSES):
-        before = len(finite)
-        finite.update(id(n) for n in nodes if id(n) in finite or _ends(root, n, ends))
-        if id(root) in finite:
-            return
-        if len(finite) == before:
-            break
-    raise _BadSchema("has no finite value: it requires itself within itself")
-
-
-def _ends(root: dict[str, Any], node: dict[str, Any], ends: Callable[[object], bool]) -> bool:
-    if not all(map(ends, [*_target(root, node), *_as_list(node.get("allOf"))])):
-        return False
-    for key in ("anyOf", "oneOf"):
-        if key in node and not any(map(ends, node[key])):
-            return False
-    kind = node.get("type")
-    kinds = {kind} if isinstance(kind, str) else set(map(str, _as_list(kind)))
-    if "const" in node or "enum" in node or not kinds or kinds - {"object", "array"}:
-        return True
-    return ("object" in kinds and _object_ends(node, ends)) or (
-        "array" in kinds and _array_ends(node, ends)
-    )
-
-
-def _object_ends(node: dict[str, Any], ends: Callable[[object], bool]) -> bool:
-    properties = node.get("properties")
-    named = properties if isinstance(properties, dict) else {}
-    other = node.get("additionalProperties")
-    names = [name for name in _as_list(node.get("required")) if isinstance(name, str)]
-    return all(ends(named.get(name, other)) for name in names)
-
-
-def _array_ends(node: dict[str, Any], ends: Callable[[object], bool]) -> bool:
-    least = node.get("minItems", 0)
-    if not isinstance(least, int) or least <= 0:
-        return True
-    items = node.get("items")
-    first = _as_list(node.get("prefixItems")) or _as_list(items)
-    rest = node.get("additionalItems") if isinstance(items, list) else items
-    return all(map(ends, first[:least])) and (least <= len(first) or ends(rest))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxengine.sampling_params import StructuredOutputsParams
-from jaxengine.structured.schema import parse_schema
-from jaxengine.structured.structural_tag import structural_tag_grammar
+from jaxengine.structured.schema import parse_schema, show
+from jaxengine.structured.structural_tag import parse_structural_tag
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 MAX_REGEX = 16 * 1024
@@ -20,18 +20,20 @@ RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Spec:
     """A constraint in canonical form: equal specs share one compiled grammar.
 
     `text` is a JSON schema ("json"), a regular expression, a JSON list of strings ("choice") or
     a Lark or GBNF grammar (a structural tag is one by now). `field` names the request's field in
-    error messages.
+    error messages. `given` is what was asked as JSON text, where it may have been an object (json,
+    structural_tag): that travels between processes, which not every value of an object can.
     """
 
     kind: Kind
     text: str
     field: str = "structured_outputs"
+    given: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def key(self) -> tuple[Kind, str]:
@@ -67,11 +69,10 @@ def from_response_format(response_format: object) -> StructuredOutputsParams | N
             raise ValueError(f"{name}.json_schema.schema is missing")
         return _json(wrapper["schema"], f"{name}.json_schema.schema")
     if kind == "structural_tag":
-        tag = dict(response_format)
-        structural_tag_grammar(tag, name)
-        return StructuredOutputsParams(structural_tag=json.dumps(tag, ensure_ascii=False))
+        text, _ = parse_structural_tag(response_format, name)
+        return StructuredOutputsParams(structural_tag=text)
     known = ", ".join(RESPONSE_FORMATS)
-    raise ValueError(f"{name}.type must be one of {known}, got {_show(kind)}")
+    raise ValueError(f"{name}.type must be one of {known}, got {show(kind)}")
 
 
 def _json(schema: object, field: str) -> StructuredOutputsParams:
@@ -92,25 +93,26 @@ def check_structured(
         got = ", ".join(given) or "none"
         raise ValueError(f"{field} needs exactly one of {', '.join(_KINDS)}; got {got}")
     name = f"{field}.{given[0]}"
-    if params.json_object:
+    if params.json_object not in (None, False):
         if params.json_object is not True:
-            raise ValueError(f"{name} must be true or false, got {_show(params.json_object)}")
+            raise ValueError(f"{name} must be true or false, got {show(params.json_object)}")
         return Spec("json", '{"type":"object"}', name)
     if params.json is not None:
-        return Spec("json", parse_schema(params.json, name), name)
+        text = parse_schema(params.json, name)
+        return Spec("json", text, name, text)
     if params.regex is not None:
         return Spec("regex", _text(params.regex, name, MAX_REGEX), name)
     if params.choice is not None:
         return Spec("choice", _choices(params.choice, name), name)
     if params.structural_tag is not None:
-        grammar = structural_tag_grammar(params.structural_tag, name)
-        return Spec("grammar", _text(grammar, name, MAX_GRAMMAR), name)
+        text, grammar = parse_structural_tag(params.structural_tag, name)
+        return Spec("grammar", _text(grammar, name, MAX_GRAMMAR), name, text)
     return Spec("grammar", _text(params.grammar, name, MAX_GRAMMAR, blank_counts=False), name)
 
 
 def _choices(value: Any, name: str) -> str:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"{name} must be a list of strings, got {_show(value)}")
+        raise ValueError(f"{name} must be a list of strings, got {show(value)}")
     if not value:
         raise ValueError(f"{name} must not be empty")
     if len(value) > MAX_CHOICES:
@@ -123,20 +125,15 @@ def _choices(value: Any, name: str) -> str:
 
 def _text(value: object, name: str, limit: int, blank_counts: bool = True) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name} must be a string, got {_show(value)}")
+        raise ValueError(f"{name} must be a string, got {show(value)}")
+    if len(value) > limit:
+        raise ValueError(f"{name} is {len(value)} characters long, above the limit {limit}")
     if not (value if blank_counts else value.strip()):
         raise ValueError(f"{name} must not be empty")
     if "\0" in value:
         raise ValueError(f"{name} must not hold a NUL character")
-    if len(value) > limit:
-        raise ValueError(f"{name} is {len(value)} characters long, above the limit {limit}")
     try:
         value.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{name} holds a lone surrogate: not valid Unicode") from None
     return value
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

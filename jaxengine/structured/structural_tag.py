@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxengine.structured.probe import JSON_OPTIONS
-from jaxengine.structured.schema import parse_schema
+from jaxengine.structured.schema import MAX_BYTES, parse_schema, show, to_text
+from jaxengine.structured.schema import MAX_DEPTH as SCHEMA_DEPTH
 
-MAX_PARTS = 1024  # formats in all
+MAX_PARTS = 1024  # formats in all, and triggers of one
 MAX_DEPTH = 16
 _META = frozenset("\\.+*?()|[]{}^$#&-~/")
 _KEYS = {
@@ -38,12 +39,13 @@ _KEYS = {
 _OPEN = ("any_text", "triggered_tags")  # nothing tells where they end
 
 
-def structural_tag_grammar(value: object, name: str) -> str:
-    """A Lark grammar for the structural tag `value` (an object or its JSON text). Raises
-    ValueError, one sentence that names the part at fault."""
+def parse_structural_tag(value: object, name: str) -> tuple[str, str]:
+    """The structural tag `value` (an object or its JSON text) as JSON text, and as a Lark grammar.
+    Raises ValueError, one sentence that names the part at fault."""
     tag = _object(value, name)
+    text = to_text(tag, name, SCHEMA_DEPTH + 4 * MAX_DEPTH)
     if tag.get("type", "structural_tag") != "structural_tag":
-        raise ValueError(f'{name}.type must be "structural_tag", got {tag["type"]!r}')
+        raise ValueError(f'{name}.type must be "structural_tag", got {show(tag["type"])}')
     given = set(tag) - {"type"}
     rules = _Rules()
     if given == {"format"}:
@@ -52,7 +54,12 @@ def structural_tag_grammar(value: object, name: str) -> str:
         start = _expression(_from_structures(tag, name), name, rules, 0)
     else:
         raise ValueError(f'{name} needs "format", or "structures" and "triggers", and no more')
-    return "\n".join([*rules.lines, f"start: {start}"]) + "\n"
+    return text, "\n".join([*rules.lines, f"start: {start}"]) + "\n"
+
+
+def structural_tag_grammar(value: object, name: str) -> str:
+    """Only the grammar of `parse_structural_tag`."""
+    return parse_structural_tag(value, name)[1]
 
 
 def json_expression(schema: Any) -> str:
@@ -113,11 +120,11 @@ def _expression(node: object, where: str, rules: _Rules, depth: int) -> str:
         raise ValueError(f"{where} is nested deeper than {MAX_DEPTH} levels")
     part = _object(node, where)
     kind = part.get("type")
-    if kind not in _KEYS:
-        raise ValueError(f"{where}.type must be one of {', '.join(_KEYS)}, got {kind!r}")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise ValueError(f"{where}.type must be one of {', '.join(_KEYS)}, got {show(kind)}")
     unknown = sorted(set(part) - _KEYS[kind] - {"type"})
     if unknown:
-        raise ValueError(f"{where}.{unknown[0]} is not supported")
+        raise ValueError(f"{where}.{unknown[0][:60]} is not supported")
     if kind == "const_string":
         return json.dumps(_string(part, "value", where), ensure_ascii=False)
     if kind == "json_schema":
@@ -175,18 +182,24 @@ def _triggered(
     triggers = _list(part.get("triggers"), f"{where}.triggers")
     if not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise ValueError(f"{where}.triggers must be strings that are not empty")
+    if len(triggers) > MAX_PARTS:
+        raise ValueError(
+            f"{where}.triggers has {len(triggers)} entries, above the limit {MAX_PARTS}"
+        )
     number = rules.enter(where)
     bodies: dict[str, list[str]] = {trigger: [] for trigger in triggers}
     for i, tag in enumerate(tags):
         begin = _string(tag, "begin", f"{where}.tags[{i}]")
         trigger = max((t for t in triggers if begin.startswith(t)), key=len, default=None)
         if trigger is None:
-            raise ValueError(f"{where}.tags[{i}].begin {begin!r} begins with none of the triggers")
+            raise ValueError(
+                f"{where}.tags[{i}].begin {show(begin)} begins with none of the triggers"
+            )
         bodies[trigger].append(_tag(tag, f"{where}.tags[{i}]", rules, depth + 1, skip=trigger))
     called = []
     for i, (trigger, found) in enumerate(bodies.items()):
         if not found:
-            raise ValueError(f"{where}.triggers[{i}] {trigger!r} begins none of the tags")
+            raise ValueError(f"{where}.triggers[{i}] {show(trigger)} begins none of the tags")
         text = rules.add(f"text_{number}_{i}[lazy]", f"/(?s:.*){plain(trigger)}/")
         called.append(f"{text} ({' | '.join(f'({body})' for body in found)})")
     once = rules.add(f"call_{number}", " | ".join(f"({call})" for call in called))
@@ -221,9 +234,15 @@ def _tags(part: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 def _object(value: object, where: str) -> dict[str, Any]:
     if isinstance(value, str):
+        if len(value) > MAX_BYTES:
+            raise ValueError(
+                f"{where} is {len(value)} characters long, above the limit {MAX_BYTES}"
+            )
         try:
             value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            raise ValueError(f"{where} is nested too deep") from None
+        except ValueError as error:
             raise ValueError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} must be an object, got {type(value).__name__}")
