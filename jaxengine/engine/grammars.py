@@ -45,14 +45,10 @@ class Grammars:
     def matcher(self, wire: EngineRequest) -> Matcher | None:
         """The request's grammar; None without a constraint. Raises ValueError when it cannot be
         enforced as written (what compiling finds comes later, by `failed`)."""
-        from jaxengine.structured.spec import check_structured
-
-        if wire.params.structured_outputs is None:
+        asked = wire.params.structured_outputs
+        if asked is None:
             return None
-        spec = check_structured(wire.params.structured_outputs)
-        if spec is None:
-            return None
-        return self._get_compiler().matcher(spec, wire.eos_token_ids or None)
+        return self._get_compiler().matcher_of(asked, wire.eos_token_ids or None)
 
     def watch(self, request: Request) -> None:
         """The request waits for its grammar."""

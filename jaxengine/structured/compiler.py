@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import llguidance
 import numpy as np
 
+from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.structured import guard
 from jaxengine.structured.matcher import Compiled, CompiledFuture, Matcher, fill_measured
 from jaxengine.structured.probe import limits
@@ -21,7 +22,8 @@ from jaxengine.structured.sandbox import (
     Sandbox,
     first_sentence,
 )
-from jaxengine.structured.spec import Kind, Spec
+from jaxengine.structured.schema import MAX_BYTES
+from jaxengine.structured.spec import Kind, Spec, check_structured
 
 log = logging.getLogger(__name__)
 TIME_LIMIT = 10.0
@@ -30,6 +32,7 @@ NUM_THREADS = 2
 # Masks of longer schemas may be slow: 60 alternatives, which 2,048 characters hold, take 0.03 s of
 # CPU at the worst, and the time grows with their cube. Those of a grammar know no bound at all.
 TAME_SCHEMA = 2048
+CHECKED_AT_ONCE = 4096  # characters of a constraint; the check of a longer one takes milliseconds
 MAX_LEFT = 8  # threads that work on in vain (`guard`); with so many, no grammar is built
 
 
@@ -128,6 +131,7 @@ class GrammarCompiler:
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._validator = validator or Validator(time_limit, num_threads, cache_size)
         self._cache = Cache(self._build, num_threads, cache_size)
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="constraint")
 
     def compile(self, spec: Spec) -> CompiledFuture:
         """The compiled grammar, later; at once when cached. Fails with GrammarError."""
@@ -146,8 +150,37 @@ class GrammarCompiler:
         """A request's Grammar, `ready` when compiled; its `failure` says why it never will be."""
         return Matcher(self.compile(spec), self._eos_ids if eos_ids is None else eos_ids)
 
+    def matcher_of(
+        self, asked: StructuredOutputsParams, eos_ids: Sequence[int] | None = None
+    ) -> Matcher:
+        """`matcher` of a constraint as the request has it. A long one is checked in a thread, and
+        its faults are `failure`s. Raises ValueError for those of a short one."""
+        if _length(asked) <= CHECKED_AT_ONCE:
+            return self.matcher(_spec_of(asked), eos_ids)
+        later: CompiledFuture = Future()
+
+        def check() -> None:
+            try:
+                compiled = self.compile(_spec_of(asked))
+            except Exception as error:  # noqa: BLE001 - raised to whoever asks
+                later.set_exception(error)
+            else:
+                compiled.add_done_callback(hand_on)
+
+        def hand_on(compiled: CompiledFuture) -> None:
+            if compiled.cancelled():
+                later.cancel()
+            elif error := compiled.exception():
+                later.set_exception(error)
+            else:
+                later.set_result(compiled.result())
+
+        self._checks.submit(check)
+        return Matcher(later, self._eos_ids if eos_ids is None else eos_ids)
+
     def close(self) -> None:
         """Take no more work and end the child processes."""
+        self._checks.shutdown(wait=False, cancel_futures=True)
         self._cache.close()
         self._validator.close()
 
@@ -203,6 +236,20 @@ class GrammarCompiler:
             raise GrammarError(first.failure)
         if not row.any():
             raise GrammarError(f"{spec.field} cannot be enforced: no token can begin it")
+
+
+def _spec_of(asked: StructuredOutputsParams) -> Spec:
+    spec = check_structured(asked)
+    assert spec is not None
+    return spec
+
+
+def _length(asked: StructuredOutputsParams) -> int:
+    """In characters; of an object, which would have to be walked, more than any."""
+    if isinstance(asked.json, dict) or isinstance(asked.structural_tag, dict):
+        return MAX_BYTES
+    texts = (asked.json, asked.regex, asked.grammar, asked.structural_tag, *(asked.choice or ()))
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _is_wild(spec: Spec) -> bool:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxengine.structured import (
     Validator,
     check_structured,
 )
+from jaxengine.structured import compiler as compiler_module
 from jaxengine.structured import sandbox as sandbox_module
 from jaxengine.structured.sandbox import Sandbox
 from jaxengine.structured.spec import Spec
@@ -222,3 +224,39 @@ def test_a_constraint_that_ends_every_child_is_tried_twice_at_most(
         assert len(starts) == 2 and not sandbox._idle
     finally:
         sandbox.close()
+
+
+def test_a_long_constraint_is_checked_beside_the_step_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A short one at once: its faults are raised."""
+    compiler = byte_vocabulary().compiler
+    threads: list[bool] = []
+
+    def check(asked: StructuredOutputsParams) -> Spec | None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return check_structured(asked)
+
+    monkeypatch.setattr(compiler_module, "check_structured", check)
+    padding = {"description": "x" * 5000}
+    asked: list[tuple[Any, str | None]] = [
+        (json.dumps({"type": "integer", **padding}), None),
+        ({"type": "boolean"}, None),
+        (json.dumps({"type": "integer", "extends": {}, **padding}), "uses 'extends'"),
+        (json.dumps({"type": "nope", **padding}), "cannot be enforced"),
+    ]
+    for schema, fault in asked:
+        matcher = compiler.matcher_of(StructuredOutputsParams(json=schema))
+        while not matcher.ready and matcher.failure is None:
+            time.sleep(0.005)
+        if fault is None:
+            assert matcher.ready and matcher.failure is None
+        else:
+            assert matcher.failure is not None and fault in matcher.failure
+            assert matcher.failure.startswith("structured_outputs.json ")
+    assert threads == [False] * 4
+    with pytest.raises(ValueError, match="uses 'extends'"):
+        compiler.matcher_of(StructuredOutputsParams(json='{"extends": {}}'))
+    assert threads[4:] == [True]
+    compiler.compile(spec_of(regex="ab*")).result(timeout=60)
+    assert compiler.matcher_of(StructuredOutputsParams(regex="ab*")).ready
