@@ -1,4 +1,5 @@
-"""The front's end of one engine process: start it, talk to it, notice when it dies."""
+"""The front's end of one engine process: start it, talk to it, notice when it dies or falls
+silent."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine import wire
 from jaxengine.engine.calls import answer_call, fail_all
 from jaxengine.engine.dp.spawning import error_class, spawn_environment, without_main
+from jaxengine.engine.fault.silence import Silence
 from jaxengine.engine.join import MOST_OUTPUTS, join_outputs
 from jaxengine.engine.messages import (
     EngineOutputs,
@@ -90,6 +92,9 @@ class EngineClient:
         self._output: zmq.asyncio.Socket | None = None
         self._process: BaseProcess | None = None
         self._exited: asyncio.Event | None = None
+        self._ended: asyncio.Event | None = None  # nothing more is waited for: it exited or is lost
+        self._lost: EngineDeadError | None = None  # why it was given up while it was there
+        self._silence = Silence()
         self._closing = False
         self._held: list[bytes] | None = None  # a message received, not handled yet
         self.ready = EngineReady()
@@ -133,7 +138,7 @@ class EngineClient:
         with spawn_environment(self._environment), without_main():
             self._process.start()
         loop = asyncio.get_running_loop()
-        self._exited = asyncio.Event()
+        self._exited, self._ended = asyncio.Event(), asyncio.Event()
         loop.add_reader(self._process.sentinel, self._on_exit)
         try:
             self.ready = await self._handshake()
@@ -164,16 +169,18 @@ class EngineClient:
 
     def _on_exit(self) -> None:
         assert self._process is not None and self._exited is not None
+        assert self._ended is not None
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         self._exited.set()
+        self._ended.set()
 
     async def _receive(self) -> tuple[bytes, bytes]:
         """The next message; raises EngineDeadError (EngineStartError before READY) at the end."""
-        assert self._output is not None and self._exited is not None
-        exited = self._exited
-        if not exited.is_set():
+        assert self._output is not None and self._ended is not None
+        ended = self._ended
+        if not ended.is_set():
             message = asyncio.ensure_future(self._output.recv_multipart())
-            death = asyncio.ensure_future(exited.wait())
+            death = asyncio.ensure_future(ended.wait())
             try:
                 await asyncio.wait({message, death}, return_when=asyncio.FIRST_COMPLETED)
                 if message.done():
@@ -183,6 +190,8 @@ class EngineClient:
                 death.cancel()
                 if not message.done():
                     message.cancel()
+        if self._lost is not None:
+            raise self._lost
         if await self._output.poll(100):  # last words
             kind, payload = await self._output.recv_multipart()
             return kind, payload
@@ -194,7 +203,7 @@ class EngineClient:
     async def receive(self) -> EngineOutputs:
         """The next outputs; answers of utility calls are handed to their callers on the way.
 
-        Raises EngineDeadError once the process is gone or has announced its failure.
+        Raises EngineDeadError once the process is gone, was given up or has announced its failure.
         """
         while True:
             assert self._output is not None
@@ -204,6 +213,7 @@ class EngineClient:
                 kind, payload = frames
             except zmq.Again:
                 kind, payload = await self._receive()
+            self._silence.heard()
             if kind == wire.OUTPUTS:
                 return await self._joined(wire.decode_outputs(payload))
             if kind == wire.RESULT:
@@ -272,6 +282,24 @@ class EngineClient:
         with contextlib.suppress(EngineDeadError):
             self._send(wire.GROUP_BROKE, wire.encode(port))
 
+    def ping(self) -> None:
+        """Ask for a sign of life. A dead one hears nothing."""
+        with contextlib.suppress(EngineDeadError):
+            self._send(wire.PING, b"")
+
+    def look(self) -> float:
+        """For how many seconds an answer has been owed; asks for the next one. To be called every
+        `silence.TICK` seconds while somebody receives."""
+        return self._silence.look(self.ping)
+
+    def give_up(self, why: EngineDeadError) -> None:
+        """Kill the process (one that stands still hears nothing else); `receive` raises `why`."""
+        self._lost = why
+        if self._process is not None and self._process.is_alive():
+            self._process.kill()
+        if self._ended is not None:
+            self._ended.set()
+
     async def call(self, method: str, *args: Any) -> Any:
         """Run `method` in the engine. Raises RuntimeError with its message, or EngineDeadError."""
         self._next_call += 1
@@ -317,7 +345,10 @@ class EngineClient:
                 await self._wait_exit(5.0)
             if not self._exited.is_set():
                 asyncio.get_running_loop().remove_reader(self._process.sentinel)
-            self._process.join(timeout=5)
+            if self._exited.is_set() or not self._process.is_alive():
+                self._process.join(timeout=5)
+            else:  # not even that ends a call of the kernel that hangs
+                log.error("engine %d: process %d cannot be killed", self._index, self._process.pid)
         self._closing = True
         self.fail_calls(EngineDeadError("the engine is shut down"))
         self.fail_orders(EngineDeadError("the engine is shut down"))

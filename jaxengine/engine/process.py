@@ -129,6 +129,7 @@ def run_engine(launch: EngineLaunch) -> None:
                 core.watch_worker(lambda: inbox.put((CHECK, None)))
         if isinstance(core, EarlyCore):
             deliver = _aborting_at_once(deliver, core, outbox)
+        deliver = _answering_pings(deliver, outbox)
         reader = threading.Thread(
             target=_read_input, args=(context, launch, deliver, stopping), daemon=True
         )
@@ -219,6 +220,20 @@ def _aborting_at_once(
         deliver(kind, body)
 
     return at_once
+
+
+def _answering_pings(
+    deliver: Callable[[bytes, Any], None], outbox: Outbox
+) -> Callable[[bytes, Any], None]:
+    """The same, with signs of life given here: the loop may be in a step that compiles."""
+
+    def answer(kind: bytes, body: Any) -> None:
+        if kind == wire.PING:
+            outbox.send(wire.PONG, None)
+        else:
+            deliver(kind, body)
+
+    return answer
 
 
 def _failure(error: Exception) -> wire.EngineFailure:

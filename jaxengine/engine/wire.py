@@ -20,6 +20,7 @@ SHUTDOWN = b"\x04"
 ORDER = b"\x05"  # FaultToleranceRequest
 START_WAVE = b"\x06"  # WaveNotice, to coupled ranks
 GROUP_BROKE = b"\x07"  # int: the port of the coupled group
+PING = b"\x08"  # asks the input thread for a PONG
 
 # engine -> front
 READY = b"\x10"
@@ -29,6 +30,7 @@ FAILED = b"\x13"
 STATUS = b"\x14"  # RankStatus
 ORDER_RESULT = b"\x15"  # FaultToleranceResult
 WAVE = b"\x16"  # WaveNotice, from a coupled rank
+PONG = b"\x17"  # a sign of life, as any other message is
 
 # The core an engine process runs, as "module:class". A string, so that neither the front nor the
 # import contracts pull JAX in through it.

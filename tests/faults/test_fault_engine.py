@@ -129,6 +129,8 @@ def test_nothing_is_left_behind(start: Callable[..., EngineProcess]) -> None:
 
     other = start()
     other.wait(other.has_worker, 60)
+    assert other.process.pid is not None
+    os.kill(other.process.pid, signal.SIGSTOP)  # as one that stands still
     other.process.kill()  # while its worker loads
     other.assert_gone()
 

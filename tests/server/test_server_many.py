@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -44,12 +45,19 @@ def _ask(port: int, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-def test_two_processes_are_one_server() -> None:
+def _folders(parent: Path) -> list[Path]:
+    """Of sockets, in the directory for temporary files."""
+    return list(parent.glob("jaxengine*"))
+
+
+def test_two_processes_are_one_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both answer; metrics and load are those of both; a hang-up ends a request wherever it came
     in; what waits is bounded over both; a drain finishes what runs."""
     flags = [*FLAGS, "--max-num-seqs", "2", "--max-num-queued-reqs", "6", "--max-model-len", "8192"]
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with running(*flags, step=0.02) as up:
         assert len(_apis(up)) == 2
+        assert not _folders(tmp_path)  # whatever is killed from here on
         for _ in range(24):  # each on a connection of its own
             status, body, _ = call(up.url, C, {"prompt": "hi", "max_tokens": 2})
             assert status == 200 and body["usage"]["completion_tokens"] == 2
@@ -111,7 +119,9 @@ def test_two_processes_are_one_server() -> None:
         pytest.param("engine", marks=pytest.mark.slow),
     ],
 )
-def test_a_death_ends_all(victim: str) -> None:
+def test_a_death_ends_all(victim: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And leaves nothing (L4)."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with running("--api-server-count", "2", step=0.02) as up:
         family = up.family()
         threads = _many(up, LONG, 1) if victim == "engine" else []
@@ -128,6 +138,7 @@ def test_a_death_ends_all(victim: str) -> None:
         assert up.process.wait(20) == (-9 if victim == "front" else 1)
         assert time.monotonic() - began < 15
         _gone(family)
+        assert not _folders(tmp_path)
         for thread in threads:
             thread.join(5)
 

@@ -27,7 +27,8 @@ from jaxengine.engine.dp.health import DEAD, DRAINING, HEALTHY, STARTING, UNHEAL
 from jaxengine.engine.dp.merge import merge_ready, merge_results
 from jaxengine.engine.dp.modes import count_gpus, local_ranks, rank_config, rank_environment
 from jaxengine.engine.dp.placing import Placer, Watcher
-from jaxengine.engine.fault.settings import fault_settings
+from jaxengine.engine.fault.settings import fault_settings, silence_limit
+from jaxengine.engine.fault.silence import SILENT, TICK
 from jaxengine.engine.messages import (
     EngineOutput,
     EngineOutputs,
@@ -63,9 +64,11 @@ class EngineGroup:
         self._watcher = watcher
         self._fault_tolerant = config.fault.enable_fault_tolerance
         self._settings = fault_settings(config.fault)
+        self._silence_limit = silence_limit(config.fault)
         self._make = make_client or self._make_client
         self._gpus = 0 if make_client else count_gpus()
         self._clients: dict[int, EngineClient] = {}
+        self._watched: dict[EngineClient, int] = {}  # ranks that are to be heard of
         self._first_epoch = dict.fromkeys(self.ranks, 0)  # of the rank's present process
         self.board = Board(self.ranks, self._changed)
         self._coupled: Coupled | None = None
@@ -129,6 +132,7 @@ class EngineGroup:
         try:
             for rank in self.ranks:
                 self._spawn(self._pump(rank))
+            self._spawn(self._watch())
             await self._fatal
         finally:
             await self._stop_tasks()
@@ -154,6 +158,7 @@ class EngineGroup:
     async def _pump(self, rank: int) -> None:
         client, take = self._clients[rank], self._take
         assert take is not None
+        self._watched[client] = rank
         try:
             while True:
                 message = await client.receive()
@@ -167,9 +172,30 @@ class EngineGroup:
                     message.outputs = self.placer.sift(rank, message.outputs)
                 await take(rank, message)
         except EngineDeadError as error:
+            self._watched.pop(client, None)
             if not self._fault_tolerant:
                 raise self._named(rank, error) from None
             await self._rank_died(rank, client, error)
+
+    async def _watch(self) -> None:
+        """An engine process that stands still says nothing of it."""
+        while True:
+            await asyncio.sleep(TICK)
+            self.look()
+
+    def look(self) -> None:
+        """Give up the ranks that have owed a sign of life for too long, and ask the others."""
+        silent = [c for c in self._watched if c.look() >= self._silence_limit]
+        for client in silent:
+            rank = self._watched.pop(client)
+            if self._fault_tolerant and self.board.ranks[rank].state in (HEALTHY, DRAINING):
+                self._set(rank, UNHEALTHY, SILENT)  # no request goes there from here on
+            client.give_up(
+                EngineDeadError(
+                    f"the engine process said nothing for {self._silence_limit:g} s; it was killed",
+                    SILENT,
+                )
+            )
 
     def _named(self, rank: int, error: EngineDeadError) -> EngineDeadError:
         if len(self.ranks) == 1:

@@ -10,7 +10,7 @@ from jaxengine.config import FaultConfig
 
 STEP_TIMEOUT = 60.0  # seconds a step may take when its programs are compiled
 COMPILE_TIMEOUT = 300.0  # ... and when one of them is still compiling
-LEAST_SILENCE = 3.0  # a worker says something every second; a busy machine may be late
+LEAST_SILENCE = 3.0  # a process says something every second; a busy machine may be late
 
 
 class FaultSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,7 +27,8 @@ class FaultSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def silence_sec(self) -> float:
-        """A worker that is heard of no more for so long is stopped, even if it should compile."""
+        """A worker that is heard of no more for so long is stopped, even if it should compile; so
+        is an engine process, which holds no device then."""
         return max(self.step_timeout_sec, LEAST_SILENCE)
 
 
@@ -47,3 +48,12 @@ def fault_settings(config: FaultConfig) -> FaultSettings:
         if not getattr(settings, name) > 0:
             raise ValueError(f"fault_tolerance_config: {name} must be more than 0")
     return settings
+
+
+def silence_limit(config: FaultConfig) -> float:
+    """Seconds after which a process that answers nothing is given up. Without fault tolerance the
+    engine owns the device: few calls of its runtime hold the interpreter for long, but some may."""
+    settings = fault_settings(config)
+    if config.enable_fault_tolerance:
+        return settings.silence_sec
+    return settings.compile_timeout_sec

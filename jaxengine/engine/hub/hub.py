@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import shutil
 import tempfile
@@ -28,6 +29,8 @@ from jaxengine.engine.admission import (
 from jaxengine.engine.client import EngineDeadError
 from jaxengine.engine.dp.balancer import Placement
 from jaxengine.engine.dp.group import EngineGroup
+from jaxengine.engine.fault.settings import silence_limit
+from jaxengine.engine.fault.silence import TICK, Silence
 from jaxengine.engine.hub import messages as hub
 from jaxengine.engine.messages import (
     EngineOutput,
@@ -59,7 +62,8 @@ class Hub:
         self._unstarted: dict[str, int] = {}  # sequence -> its prompt's tokens
         self._owners: dict[str, bytes] = {}  # sequence -> its API process
         self._clients: set[bytes] = set()
-        self._serving: set[bytes] = set()
+        self._serving: dict[bytes, Silence] = {}
+        self._silence_limit = silence_limit(config.fault)
         self._expected = config.server.api_server_count
         self.all_serve = asyncio.Event()  # every API process takes requests
         self._reports: dict[bytes, hub.Report] = {}
@@ -70,7 +74,7 @@ class Hub:
         self._dead: hub.Dead | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listening: asyncio.Task[None] | None = None
-        self._folder = tempfile.mkdtemp(prefix="jaxengine-hub-")
+        self._folder: str | None = tempfile.mkdtemp(prefix="jaxengine-hub-")
         self.address = f"ipc://{self._folder}/hub"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -102,18 +106,42 @@ class Hub:
             raise
 
     async def _while_listening(self, work: Coroutine[Any, Any, None]) -> None:
-        """`work`, which is in vain once nobody hears the API processes any more."""
+        """`work`, which is in vain once nobody hears the API processes any more, or one of them
+        stands still."""
         assert self._listening is not None
-        running = asyncio.ensure_future(work)
+        running, watching = asyncio.ensure_future(work), asyncio.ensure_future(self._watch())
         try:
-            await asyncio.wait({running, self._listening}, return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
+            await asyncio.wait(
+                {running, watching, self._listening}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._listening.done() and not running.done():
                 error = self._listening.exception()
                 raise EngineDeadError(f"the hub failed: {type(error).__name__}: {error}")
-            running.result()
+            for task in (running, watching):
+                if task.done():
+                    task.result()
         finally:
             running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(running, watching, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """An API process that stands still is as one that died: its share of all connections would
+        wait for ever."""
+        while True:
+            await asyncio.sleep(TICK)
+            self.look()
+
+    def look(self) -> None:
+        """Ask all that serve for a sign of life. Raises EngineDeadError when one has been owed for
+        too long."""
+        limit = self._silence_limit
+        for client, silence in self._serving.items():
+            if silence.look(functools.partial(self._send, client, hub.PING, None)) >= limit:
+                raise EngineDeadError(
+                    f"{_process(client)} said nothing for {limit:g} s; the server ends",
+                    "ApiProcessSilent",
+                )
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -158,44 +186,65 @@ class Hub:
 
     async def _listen(self) -> None:
         while True:
-            client, kind, payload = await self._socket.recv_multipart()
-            if kind == hub.ADD:
-                self._add(client, hub.decode_add(payload))
-            elif kind == hub.ABORT:
-                self._abort(hub.decode_ids(payload))
-            elif kind == hub.CALL:
-                self._spawn(self._call(client, hub.decode_call(payload)))
-            elif kind == hub.REPORT:
-                self._reports[client] = hub.decode_report(payload)
-                self._silent.discard(client)
-                if not self._silent:
-                    self._reported.set()
-            elif kind == hub.HELLO:
-                self._clients.add(client)
-                if self._ready is not None:
-                    self._send(client, hub.READY, self._ready)
-                if self._dead is not None:
-                    self._send(client, hub.DEAD, self._dead)
+            client, *frames = await self._socket.recv_multipart()
+            if (silence := self._serving.get(client)) is not None:
+                silence.heard()
+            try:
+                kind, payload = frames
+                self._handle(client, kind, payload)
+            except Exception:  # one that makes no sense must not keep others from being heard
+                log.exception("a message of %s was dropped", _process(client))
 
-    def _add(self, client: bytes, add: hub.Add) -> None:
-        request_id, length = add.request.request_id, len(add.request.prompt_token_ids)
+    def _handle(self, client: bytes, kind: bytes, payload: bytes) -> None:
+        if kind == hub.ADD:
+            self._add(client, payload)
+        elif kind == hub.ABORT:
+            self._abort(hub.decode_ids(payload))
+        elif kind == hub.CALL:
+            self._spawn(self._call(client, hub.decode_call(payload)))
+        elif kind == hub.REPORT:
+            self._reports[client] = hub.decode_report(payload)
+            self._silent.discard(client)
+            if not self._silent:
+                self._reported.set()
+        elif kind == hub.HELLO:
+            self._clients.add(client)
+            if len(self._clients) == self._expected:
+                self._remove_folder()  # all are connected: nothing is left after a kill -9
+            if self._ready is not None:
+                self._send(client, hub.READY, self._ready)
+            if self._dead is not None:
+                self._send(client, hub.DEAD, self._dead)
+
+    def _add(self, client: bytes, payload: bytes) -> None:
+        """Whatever goes wrong with a sequence is told to whoever waits for it."""
         try:
-            self._waiting.check(length)
-            self.group.placer.add(add.request, Placement(add.rank, add.session))
+            self._place(client, hub.decode_add(payload))
         except (OverloadedError, UnavailableError, EngineDeadError, RequestError) as error:
             reason = UNAVAILABLE
             if isinstance(error, OverloadedError):
                 self.metrics.rejected()
                 reason = OVERLOADED
-            refusal = EngineOutput(
-                request_id, [], finish_reason="error", stop_reason=reason, error=str(error)
-            )
-            self._send(client, hub.OUTPUTS, EngineOutputs(0, [refusal]))
-            return
+            self._refuse(client, payload, str(error), reason)
+        except Exception as error:
+            log.exception("a request of %s could not be placed", _process(client))
+            self._refuse(client, payload, f"{type(error).__name__}: {error}", None)
+
+    def _place(self, client: bytes, add: hub.Add) -> None:
+        request_id, length = add.request.request_id, len(add.request.prompt_token_ids)
+        self._waiting.check(length)
+        self.group.placer.add(add.request, Placement(add.rank, add.session))
         self._owners[request_id] = client
         self._unstarted[request_id] = length
         self._waiting.enter(length)
         self.metrics.totals.prompt_tokens += length
+
+    def _refuse(self, client: bytes, payload: bytes, error: str, reason: str | None) -> None:
+        request_id = hub.name_of(payload)
+        if request_id is None:
+            return  # nobody can be told
+        end = EngineOutput(request_id, [], finish_reason="error", stop_reason=reason, error=error)
+        self._send(client, hub.OUTPUTS, EngineOutputs(0, [end]))
 
     def _abort(self, request_ids: list[str]) -> None:
         known = [r for r in request_ids if self._owners.pop(r, None) is not None]
@@ -207,7 +256,7 @@ class Hub:
         result = UtilityResult(call.call_id)
         try:
             if call.method == hub.SERVING:
-                self._serving.add(client)
+                self._serving.setdefault(client, Silence())
                 if len(self._serving) == self._expected:
                     self.all_serve.set()
             elif call.method == hub.FIGURES:
@@ -245,9 +294,18 @@ class Hub:
         if not self._socket.closed:
             self._socket.close(linger=200)
             self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
 
     def kill(self) -> None:
         """End the engines at once."""
         self.group.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _process(client: bytes) -> str:
+    return f"API process {int.from_bytes(client, 'little')}"

@@ -18,6 +18,7 @@ ADD = b"\x21"
 ABORT = b"\x22"  # list of sequence ids
 CALL = b"\x23"
 REPORT = b"\x24"
+PONG = b"\x25"  # a sign of life, as any other message is
 
 # supervisor -> API process
 READY = b"\x30"
@@ -25,6 +26,7 @@ OUTPUTS = b"\x31"
 RESULT = b"\x32"
 COLLECT = b"\x33"  # asks for a Report
 DEAD = b"\x34"
+PING = b"\x35"  # asks for a PONG
 
 # calls that the supervisor answers itself
 FIGURES = "figures"  # with `Figures`
@@ -37,6 +39,18 @@ class Add(msgspec.Struct, array_like=True):
     request: EngineRequest
     rank: int | None = None
     session: str | None = None
+
+
+class _Named(msgspec.Struct):
+    """The least of an `EngineRequest`."""
+
+    request_id: str
+
+
+class _AddNamed(msgspec.Struct, array_like=True):
+    """The least of an `Add`."""
+
+    request: _Named
 
 
 class Report(msgspec.Struct, array_like=True):
@@ -64,3 +78,12 @@ decode_ready = msgspec.msgpack.Decoder(EngineReady).decode
 decode_outputs = msgspec.msgpack.Decoder(EngineOutputs).decode
 decode_result = msgspec.msgpack.Decoder(UtilityResult).decode
 decode_dead = msgspec.msgpack.Decoder(Dead).decode
+_decode_named = msgspec.msgpack.Decoder(_AddNamed).decode
+
+
+def name_of(payload: bytes) -> str | None:
+    """The sequence's id in an `Add` that may be malformed otherwise."""
+    try:
+        return _decode_named(payload).request.request_id
+    except (msgspec.MsgspecError, RecursionError):
+        return None

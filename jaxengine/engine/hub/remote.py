@@ -18,6 +18,8 @@ from jaxengine.engine.dp.balancer import ANYWHERE, Placement
 from jaxengine.engine.dp.health import HEALTHY, Board
 from jaxengine.engine.dp.modes import local_ranks
 from jaxengine.engine.dp.placing import Placer, Watcher
+from jaxengine.engine.fault.settings import silence_limit
+from jaxengine.engine.fault.silence import TICK, Silence
 from jaxengine.engine.hub import messages as hub
 from jaxengine.engine.messages import (
     EngineOutputs,
@@ -70,6 +72,8 @@ class RemoteGroup:
         self._address = address
         self._identity = index.to_bytes(2, "little")
         self._report = report
+        self._silence = Silence()
+        self._silence_limit = silence_limit(config.fault)
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -94,20 +98,49 @@ class RemoteGroup:
         return hub.decode_ready(payload)
 
     async def run(self, take: Callable[[int, EngineOutputs], Awaitable[None]]) -> None:
-        """Hand what comes to `take`; raises EngineDeadError when the engines are gone."""
+        """Hand what comes to `take`; raises EngineDeadError when the engines are gone, or the
+        supervisor stands still."""
+        tasks = [asyncio.ensure_future(work) for work in (self._receive(take), self._watch())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(self, take: Callable[[int, EngineOutputs], Awaitable[None]]) -> None:
         assert self._socket is not None
         while True:
             kind, payload = await self._socket.recv_multipart()
+            self._silence.heard()
             if kind == hub.OUTPUTS:
                 news = hub.decode_outputs(payload)
                 await take(news.engine_index, news)
             elif kind == hub.RESULT:
                 answer_call(self._calls, hub.decode_result(payload))
+            elif kind == hub.PING:
+                self._send(hub.PONG, b"")
             elif kind == hub.COLLECT:
                 self._send(hub.REPORT, hub.encode(self._report()))
             elif kind == hub.DEAD:
                 dead = hub.decode_dead(payload)
                 raise EngineDeadError(dead.message, dead.kind)
+
+    async def _watch(self) -> None:
+        """The supervisor asks for a sign of life all the time, which is one of its own."""
+        while True:
+            await asyncio.sleep(TICK)
+            self.look()
+
+    def look(self) -> None:
+        """Raises EngineDeadError when the supervisor has said nothing for too long."""
+        if self._silence.look(lambda: None) >= self._silence_limit:
+            raise EngineDeadError(
+                f"the supervisor said nothing for {self._silence_limit:g} s", "SupervisorSilent"
+            )
 
     def _send(self, kind: bytes, payload: bytes) -> None:
         if self._socket is None or self._socket.closed:

@@ -25,6 +25,8 @@ class FakeClient(EngineClient):
         self.rank = rank
         self.fleet = fleet
         self.up = True
+        self.quiet = False  # it stands still
+        self.pings = 0
         self.inbox: asyncio.Queue[EngineOutputs | Exception] = asyncio.Queue()
         self.added: list[EngineRequest] = []
         self.aborted: list[str] = []
@@ -44,7 +46,17 @@ class FakeClient(EngineClient):
         message = await self.inbox.get()
         if isinstance(message, Exception):
             raise message
+        self._silence.heard()
         return message
+
+    def ping(self) -> None:
+        self.pings += 1
+        if not self.quiet:
+            self._silence.heard()
+
+    def give_up(self, why: EngineDeadError) -> None:
+        self.up = False
+        self.inbox.put_nowait(why)
 
     def add(self, request: EngineRequest) -> None:
         if not self.up:
@@ -71,7 +83,7 @@ class FakeClient(EngineClient):
         self.inbox.put_nowait(EngineOutputs(self.rank, list(outputs)))
 
     def die(self) -> None:
-        self.up = False
+        self.up, self.quiet = False, True
         self.inbox.put_nowait(EngineDeadError("killed"))
 
 

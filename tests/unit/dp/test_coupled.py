@@ -186,6 +186,23 @@ async def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> N
         assert not rig.ranks[2].up
 
 
+async def test_a_rank_that_stands_still_breaks_the_group() -> None:
+    """Nobody has work, so that no other rank waits for it."""
+    async with running(fault_tolerance_config={"step_timeout_sec": 3}) as rig:
+        port, still = rig.front.port, rig.ranks[2]
+        still.quiet = still.deaf = True
+        await until(lambda: len(rig.group._watched) == 3)
+        for _ in range(4):
+            rig.group.look()
+        assert "healthy" not in rig.states()
+        assert [r.broken for r in rig.ranks[:2]] == [[port], [port]]
+        await until(lambda: rig.states() == {"dead"})
+        assert not still.up
+        assert rig.group.board.ranks[2].fault_info == "EngineSilent"
+        assert (await rig.ordered("respawn", rank=0)).results[0].success
+        assert rig.ranks[2] is not still and rig.states() == {"healthy"}
+
+
 async def test_one_that_cannot_join_keeps_all_out() -> None:
     async with running() as rig:
         rig.fail(0)

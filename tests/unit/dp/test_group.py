@@ -321,6 +321,126 @@ async def test_auto_respawn_of_a_process() -> None:
         assert r.fleet.clients[1] is not before and r.group.board.healthy() == [0, 1]
 
 
+def look(r: Rig, times: int) -> None:
+    for _ in range(times):
+        r.group.look()
+
+
+async def test_a_silent_rank_is_routed_round_and_killed() -> None:
+    """M7: a process that stands still, with work and without."""
+    limits = {"step_timeout_sec": 5}
+    async with rig(2, fault_tolerance_config=limits) as r:
+        for i in range(4):
+            r.group.placer.add(request(f"a{i}"), Placement(i % 2))
+        r.fleet.clients[1].say(EngineOutput("a1", [7]))
+        await settle()
+        r.fleet.clients[1].quiet = True
+        look(r, 5)  # a question and four seconds
+        await settle()
+        assert r.group.board.healthy() == [0, 1] and r.fleet.clients[1].pings == 1
+        look(r, 1)
+        assert r.group.board.healthy() == [0]  # at once: no request may go there
+        assert {r.group.placer.add(request(f"b{i}")) for i in range(4)} == {0}
+        await settle()
+        assert [r.end(f"a{i}") for i in range(4)] == [None, "abort", None, "abort"]
+        assert not r.fleet.clients[1].up and r.fleet.clients[0].up
+        events = [e for e in r.group.board.payload()["history"] if e["id"] == 1]
+        assert [(e["status"], e.get("fault_info")) for e in events[-2:]] == [
+            ("unhealthy", "EngineSilent"),
+            ("dead", "EngineSilent"),
+        ]
+        assert r.tally.events.count(("fault", 1, "EngineSilent")) == 1
+        result = await r.group.order(1, FaultToleranceRequest("x", "respawn"))
+        assert result.success and r.group.board.healthy() == [0, 1]
+
+        await settle()
+        look(r, 20)  # the new one answers
+        await settle()
+        assert r.group.board.healthy() == [0, 1] and r.fleet.clients[1].pings == 20
+        r.fleet.clients[0].quiet = True
+        look(r, 6)
+        r.fleet.clients[1].quiet = True
+        await settle()
+        pings = r.fleet.clients[0].pings
+        look(r, 6)
+        await settle()
+        assert r.fleet.clients[0].pings == pings  # who is given up is asked no more
+        assert r.group.board.healthy() == []
+        assert r.end("b0") == "abort"
+
+
+async def test_any_word_is_a_sign_of_life() -> None:
+    async with rig(2, fault_tolerance_config={"step_timeout_sec": 3}) as r:
+        client = r.fleet.clients[1]
+        client.quiet = True
+        for _ in range(5):
+            look(r, 3)
+            client.say(EngineOutput("unknown", [1]))
+            await settle()
+        look(r, 3)
+        client.quiet = False  # it goes on, and answers what it was asked
+        client._silence.heard()
+        look(r, 3)
+        await settle()
+        assert r.group.board.healthy() == [0, 1] and client.up
+
+
+async def test_a_silent_ranks_requests_go_on_elsewhere() -> None:
+    settings = {"step_timeout_sec": 3, "auto_recover": "respawn"}
+    async with rig(2, retry_aborted_requests=True, fault_tolerance_config=settings) as r:
+        home = r.group.placer.add(request("g"))
+        before = r.fleet.clients[home]
+        before.say(EngineOutput("g", [9, 8]))
+        await settle()
+        before.quiet = True
+        look(r, 4)
+        await settle()
+        (again,) = [s for rank, s in r.sent("g") if rank != home]
+        assert again.prompt_token_ids == [1, 2, 3, 9, 8]
+        r.fleet.clients[1 - home].say(EngineOutput("g", [7], finish_reason="length"))
+        await settle()
+        assert r.tokens("g") == [9, 8, 7] and r.end("g") == "length"
+        assert r.fleet.clients[home] is not before and r.group.board.healthy() == [0, 1]
+
+
+async def test_a_silent_rank_that_had_failed_already_is_replaced() -> None:
+    """It waits for an order, and cannot hear one."""
+    async with rig(2, fault_tolerance_config={"step_timeout_sec": 3}) as r:
+        r.group._on_status(RankStatus(1, "dead", fault_info="WorkerDied"))
+        r.fleet.clients[1].quiet = True
+        look(r, 4)
+        await settle()
+        states = [e["status"] for e in r.group.board.payload()["history"] if e["id"] == 1]
+        assert states == ["healthy", "dead"]
+        assert (await r.group.order(1, FaultToleranceRequest("x", "respawn"))).success
+
+
+async def test_a_process_that_is_gone_is_asked_nothing() -> None:
+    """Its silence is not held against the one that came in its place."""
+    settings = {"step_timeout_sec": 3, "auto_recover": "respawn"}
+    async with rig(2, fault_tolerance_config=settings) as r:
+        before = r.fleet.clients[1]
+        before.die()
+        await settle()
+        assert r.fleet.clients[1] is not before and r.group.board.healthy() == [0, 1]
+        look(r, 10)
+        await settle()
+        assert before.pings == 0 and r.group.board.healthy() == [0, 1]
+
+
+async def test_without_fault_tolerance_silence_ends_all() -> None:
+    async with rig(2, enable_fault_tolerance=False) as r:
+        assert r.running is not None
+        r.fleet.clients[1].quiet = True
+        look(r, 300)
+        await settle()
+        assert not r.running.done()
+        look(r, 1)
+        with pytest.raises(EngineDeadError, match="rank 1: .*said nothing for 300 s"):
+            await asyncio.wait_for(r.running, 1)
+        assert not r.fleet.clients[1].up
+
+
 async def test_a_rank_that_does_not_start_is_named() -> None:
     fleet = Fleet()
     config = EngineConfig.of(data_parallel_size=2)
