@@ -48,7 +48,7 @@ class FailingCore(StubEngineCore):
     def __init__(self) -> None:
         super().__init__(EngineConfig.of(max_num_seqs=1))
         self.step_seconds = 0.005
-        self.fail: Exception | None = None
+        self.fail: BaseException | None = None
         self.lose_work = False
         self.faults = 0
         self.recoveries: list[str] = []
@@ -108,7 +108,7 @@ class Engine:
     def _run(self, loop: Callable[[], None]) -> None:
         try:
             self.sentinel.run(loop)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
             self.died_of = error
 
     def send_multipart(self, frames: list[bytes]) -> None:
@@ -150,7 +150,7 @@ class Engine:
 
         return self.wait(found)[0]
 
-    def fault(self, error: Exception | None = None, alive: bool = True) -> None:
+    def fault(self, error: BaseException | None = None, alive: bool = True) -> None:
         before = len(self.states)
         self.core.worker_alive = alive
         self.core.fail = error or RuntimeError("user text that must not leak")
@@ -265,6 +265,18 @@ def test_without_an_order_the_process_ends_of_its_fault(start: Callable[..., Eng
     assert engine.died_of is error
     engine.order("late", "retry")
     assert engine.answer("late").reason == "the engine is ending: no order came in time"
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_an_exit_is_no_fault(start: Callable[..., Engine], error: BaseException) -> None:
+    """Who wants the process to end gets that: nothing is caught, nobody is waited for."""
+    engine = start()
+    engine.core.fail = error
+    engine.add("x")
+    engine.thread.join(5)
+    assert not engine.thread.is_alive()
+    assert engine.died_of is error
+    assert engine.states == ["healthy"] and engine.core.faults == 0
 
 
 def test_worker_that_dies_while_nothing_runs(start: Callable[..., Engine]) -> None:
