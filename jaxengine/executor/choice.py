@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal, get_args
 
 from jaxengine.executor.base import Batch
 from jaxengine.runner.buckets import Overlap, choose
@@ -12,6 +13,7 @@ from jaxengine.sched.batch import Bucket, takes_the_best
 from jaxengine.sched.verify_batch import verify_bucket
 
 ProgramKey = tuple[str, Bucket | int]  # kind and size, as `runner.programs.Key`
+Overlapped = Literal["steps", "below_threshold", "not_compiled"]  # as two microbatches, or why not
 
 
 ON_DEMAND = ("lazy", "first", "greedy")  # values of `warmup` that leave the rest for later
@@ -26,6 +28,23 @@ def sampler_of(batch: Batch, ready: Callable[[ProgramKey], bool]) -> ProgramKey:
     return "greedy", size
 
 
+class OverlapCounts:
+    """Steps that ran as two microbatches, and why others did not."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Overlapped, int] = dict.fromkeys(get_args(Overlapped), 0)
+
+    def add(self, outcome: Overlapped) -> None:
+        self._counts[outcome] += 1
+
+    def figures(self) -> dict[str, float]:
+        """Names and values for `EngineStats.extra`."""
+        return {
+            ("dbo_steps" if name == "steps" else f"dbo_off_{name}"): float(count)
+            for name, count in self._counts.items()
+        }
+
+
 class VerifyChooser:
     """Which shape a step with drafts runs in."""
 
@@ -34,18 +53,41 @@ class VerifyChooser:
         shapes: Sequence[tuple[int, int]],
         warmup: str,
         ready: Callable[[ProgramKey], bool],
+        overlap: Overlap | None = None,
     ) -> None:
         """`shapes` are (rows, drafts). `ready(("verify", bucket))`: all that a step of the bucket
         runs is compiled; not asked when `warmup` is lazy."""
         self._lazy = warmup in ON_DEMAND
         self._ready = ready
+        self._overlap = overlap
+        self._outcome: Overlapped | None = None  # of the shape chosen last, until it is run
         buckets = (verify_bucket(*shape) for shape in shapes)
         self._buckets = sorted(buckets, key=lambda b: (b.tokens, b.rows))
 
     def choose(self, num_rows: int, num_drafts: int) -> Bucket | None:
         """See `Verifier.choose_verify`."""
         fits = (b for b in self._buckets if b.rows >= num_rows and b.drafts >= num_drafts)
-        return next((b for b in fits if self._lazy or self._ready(("verify", b))), None)
+        best = next((b for b in fits if self._is_ready(b)), None)
+        if best is None or self._overlap is None:
+            return best
+        halves = replace(best, dbo=True)
+        if not self._overlap.wants(num_rows * (1 + best.drafts), best.decode_only):
+            self._outcome = "below_threshold"
+        elif not self._is_ready(halves):
+            self._outcome = "not_compiled"
+        else:
+            self._outcome = "steps"
+            return halves
+        return best
+
+    def _is_ready(self, bucket: Bucket) -> bool:
+        return self._lazy or self._ready(("verify", bucket))
+
+    def outcome(self, bucket: Bucket) -> Overlapped | None:
+        """What became of overlap in a step that runs in the bucket chosen last, told once. A shape
+        that was chosen may be dropped again: the step waits, or no row has a draft."""
+        outcome, self._outcome = self._outcome, None
+        return outcome if bucket.drafts else None
 
 
 class ShapeChooser:
@@ -65,8 +107,7 @@ class ShapeChooser:
         self._overlap = overlap
         self._ready = ready
         self._start = start
-        # Steps run as two microbatches, and why others were not.
-        self._overlapped = dict.fromkeys(("steps", "below_threshold", "not_compiled"), 0)
+        self._overlapped = OverlapCounts()
 
     def choose(
         self, num_tokens: int, num_rows: int, decode_only: bool, fewest_tokens: int
@@ -87,14 +128,14 @@ class ShapeChooser:
                 best = larger
         return best, self._sampler_rows(best, num_rows)
 
+    def count(self, outcome: Overlapped | None) -> None:
+        """A step in a shape that was chosen elsewhere."""
+        if outcome is not None:
+            self._overlapped.add(outcome)
+
     def figures(self) -> dict[str, float]:
         """Counters of dual-batch overlap; empty where it is off."""
-        if self._overlap is None:
-            return {}
-        return {
-            ("dbo_steps" if name == "steps" else f"dbo_off_{name}"): float(count)
-            for name, count in self._overlapped.items()
-        }
+        return {} if self._overlap is None else self._overlapped.figures()
 
     def _in_halves(self, bucket: Bucket, fewest_tokens: int) -> Bucket | None:
         """The program of two microbatches, when every shard has tokens enough for it."""
@@ -102,12 +143,12 @@ class ShapeChooser:
             return None
         halves = replace(bucket, dbo=True)
         if not self._overlap.wants(fewest_tokens, bucket.decode_only):
-            self._overlapped["below_threshold"] += 1
+            self._overlapped.add("below_threshold")
         elif not self._ready(("forward", halves)) and self._ready(("forward", bucket)):
             self._start(("forward", halves))
-            self._overlapped["not_compiled"] += 1
+            self._overlapped.add("not_compiled")
         else:
-            self._overlapped["steps"] += 1
+            self._overlapped.add("steps")
             return halves
         return None
 

@@ -11,7 +11,7 @@ from jaxengine.executor.base import Batch
 from jaxengine.executor.choice import ON_DEMAND, ProgramKey, ShapeChooser, VerifyChooser
 from jaxengine.executor.nodes import LeadingRunner
 from jaxengine.parallel import expert_load
-from jaxengine.runner.buckets import Overlap
+from jaxengine.runner.buckets import Overlap, in_halves
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
@@ -37,7 +37,7 @@ class InlineExecutor:
     ) -> None:
         self._runner = runner
         self._chooser = ShapeChooser(runner.buckets, row_sizes, overlap, self.ready, self.start)
-        self._row_sizes = row_sizes
+        self._row_sizes, self._overlap = row_sizes, overlap
         self._verify_chooser = VerifyChooser((), "lazy", self.ready)
 
     def ready(self, key: ProgramKey) -> bool:
@@ -62,15 +62,16 @@ class InlineExecutor:
         """See `Verifier`."""
         programs = self._runner.programs
         programs.lookup = Lookup(*lookup)
-        self._verify_chooser = VerifyChooser(shapes, warmup, self.ready)
+        self._verify_chooser = VerifyChooser(shapes, warmup, self.ready, self._overlap)
         if warmup not in ON_DEMAND:
             full = warmup == "full" or (warmup == "auto" and jax.default_backend() != "cpu")
             # Notes first: they are taken after the first step already.
             steps: list[ProgramKey] = [("forward", b) for b in self._runner.buckets]
             steps += [("sample", n) for n in self._row_sizes]
             keys = [key for step in steps for key in _with_drafter(step, programs.drafter)[1:]]
-            for shape in shapes:
-                keys += _with_drafter(("verify", verify_bucket(*shape)), programs.drafter)
+            buckets = [verify_bucket(*shape) for shape in shapes]
+            for bucket in buckets + in_halves(buckets, self._overlap):
+                keys += _with_drafter(("verify", bucket), programs.drafter)
             programs.start(keys, urgent=full)
             if full:
                 programs.wait()
@@ -84,6 +85,7 @@ class InlineExecutor:
         return self._runner
 
     def submit(self, batch: Batch) -> Any:
+        self._chooser.count(self._verify_chooser.outcome(batch.bucket))
         return self._runner.submit(batch)
 
     def sample(self, handle: Any, mask: Int32) -> None:

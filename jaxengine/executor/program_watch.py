@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxengine.executor.choice import ProgramKey
 from jaxengine.executor.worker_messages import Programs
+from jaxengine.runner.buckets import in_halves
 from jaxengine.sched.verify_batch import verify_bucket
 
 if TYPE_CHECKING:
@@ -21,10 +22,9 @@ class ProgramWatch:
 
     def __init__(self, built: Built, send: Callable[[Programs], None]) -> None:
         from jaxengine.executor.worker_build import row_sizes_of
-        from jaxengine.runner.buckets import in_halves
         from jaxengine.runner.warmup import warmup_keys
 
-        self._executor = built.executor
+        self._executor, self._overlap = built.executor, built.overlap
         self._tell = send
         buckets = built.runner.buckets
         halves = in_halves(buckets, built.overlap)
@@ -43,7 +43,9 @@ class ProgramWatch:
 
     def watch_drafts(self, shapes: Sequence[tuple[int, int]]) -> None:
         """Steps with drafts too, of these (rows, drafts)."""
-        self._keys = self._plain + [("verify", verify_bucket(*shape)) for shape in shapes]
+        buckets = [verify_bucket(*shape) for shape in shapes]
+        buckets += in_halves(buckets, self._overlap)
+        self._keys = self._plain + [("verify", bucket) for bucket in buckets]
         self._changed.set()
 
     def look(self) -> None:

@@ -231,6 +231,7 @@ class WorkerExecutor:
         self._steps_cold[step] = cold or not all(
             map(self._is_ready, keys_of(batch, self._is_ready))
         )
+        self._chooser.count(self._verify_chooser.outcome(batch.bucket))
         self._process.send(Submit(step, WireBatch.of(batch), fault))
         return step
 
@@ -282,7 +283,8 @@ class WorkerExecutor:
     ) -> None:
         """See `Verifier`. Raises WorkerError or WorkerDied."""
         self._speculation = (list(shapes), lookup, warmup)
-        self._verify_chooser = VerifyChooser(shapes, warmup, self._is_ready)
+        overlap = self.description.overlap
+        self._verify_chooser = VerifyChooser(shapes, warmup, self._is_ready, overlap)
         self._send_speculation()
 
     def _send_speculation(self) -> None:

@@ -52,11 +52,13 @@ def expert_layer(
     attend: Callable[[int, Half, Any], tuple[Half, Any]],
     norm: Norm,
     add: Residual,
+    seen: Callable[[Array], None] | None = None,
 ) -> ExpertLayer:
     """`spec` is the device's, `p` the layer's leaves.
 
     `attend` is the attention block of a half with its residual, `norm` what precedes the experts
-    and `add` the residual sum. An exchange has room for all tokens: there is no second round.
+    and `add` the residual sum. `seen` gets the experts' ids of a half's tokens [t, K], -1 where
+    there is no token. An exchange has room for all tokens: there is no second round.
     """
     moe = spec.moe
     assert moe is not None
@@ -68,6 +70,8 @@ def expert_layer(
         normed = norm(half.x)
         weights, ids = choose(moe, p, normed)
         ids = jnp.where(half.valid[:, None], ids, -1)
+        if seen is not None:
+            seen(ids)
         if replicas is not None:
             ids = to_slots(ids, replicas, 0)
         wire = normed.astype(wire_dtype(normed, held))

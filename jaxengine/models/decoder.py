@@ -164,7 +164,8 @@ def _in_halves(
             return _add(spec, x, y, p, "mlp_post_norm")
 
         if kind.experts:
-            layers.append(expert_layer(spec, layout, p, attend, norm, add))
+            seen = functools.partial(_record, kind) if layout.record_experts else None
+            layers.append(expert_layer(spec, layout, p, attend, norm, add, seen))
         else:
             layers.append(DenseLayer(dense))
     done, written = interleave(layers, (halves[0], halves[1]), kv)
@@ -183,6 +184,11 @@ def _kind(spec: DecoderSpec, layer: int, layout: StepLayout) -> LayerKind:
     window = spec.windows[layer] if spec.windows else 0
     number = layer if layout.record_experts else -1
     return LayerKind(window, spec.groups.index(window), spec.is_moe(layer), number)
+
+
+def _record(kind: LayerKind, ids: Int[Array, "T K"]) -> None:
+    """Count the experts that a layer's tokens go to, on the host; -1 counts for none."""
+    jax.debug.callback(expert_load.record, kind.layer, ids)
 
 
 def _tables_of(spec: DecoderSpec, layer: int, tables: dict[RopeSpec, Tables]) -> Tables | None:
@@ -220,8 +226,7 @@ def _layer(
         y = moe(spec, p, normed, valid, layout)
         if layout.record_experts:
             assert spec.moe is not None
-            ids = jnp.where(valid[:, None], choose(spec.moe, p, normed)[1], -1)
-            jax.debug.callback(expert_load.record, kind.layer, ids)
+            _record(kind, jnp.where(valid[:, None], choose(spec.moe, p, normed)[1], -1))
     else:
         y = mlp(p, normed, spec.activation, layout)
     return _add(spec, x, y, p, "mlp_post_norm"), cache

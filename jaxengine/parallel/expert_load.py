@@ -68,4 +68,9 @@ def read(path: str, num_layers: int, num_experts: int) -> NDArray[np.float64]:
             f"eplb_load {path} counts {load.shape} layers and experts, the model has "
             f"({num_layers}, {num_experts})"
         )
+    if not load.any():
+        raise ValueError(
+            f"eplb_load {path} counts no token of any expert; record it (record_expert_load) while "
+            "requests are served"
+        )
     return load

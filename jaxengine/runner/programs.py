@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -125,7 +126,7 @@ class Programs:
         """Queue compilations, in this order; the urgent ones at full priority."""
         pool = self._urgent if urgent else self._pool
         with self._lock:
-            for key in keys:
+            for key in map(_own, keys):
                 if key not in self._futures:
                     self._futures[key] = pool.submit(self._compile, key)
 
@@ -144,6 +145,7 @@ class Programs:
 
     def get(self, key: Key) -> Callable[..., Any]:
         """The program. One that is still queued is compiled here and now instead."""
+        key = _own(key)
         with self._lock:
             future = self._futures.get(key)
             mine = future is None or future.cancel()
@@ -162,7 +164,7 @@ class Programs:
         return future.result()
 
     def ready(self, key: Key) -> bool:
-        future = self._futures.get(key)
+        future = self._futures.get(_own(key))
         return future is not None and future.done()
 
     def shutdown(self) -> None:
@@ -337,6 +339,14 @@ class Programs:
             self._devices,
             self._drafter,
         )
+
+
+def _own(key: Key) -> Key:
+    """The key of the program that serves it: only what runs the model's layers differs when a
+    bucket is run as two microbatches."""
+    if isinstance(key.size, Bucket) and key.size.dbo and key.kind not in ("forward", "verify"):
+        return Key(key.kind, replace(key.size, dbo=False))
+    return key
 
 
 def stage_params(params: Any, stage: Stage, num_layers: int) -> Any:

@@ -11,6 +11,7 @@ Shape letters beside the house's: K drafts a row, T = S * (1 + K) tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -83,7 +84,8 @@ def verify_forward(
         items=None,
         num_items=jnp.int32(0),
     )
-    hidden, kv = decode(config.spec, params, kv, ids, plan, config.layout, taps=config.taps)
+    layout = replace(config.layout, dbo=bucket.dbo)
+    hidden, kv = decode(config.spec, params, kv, ids, plan, layout, taps=config.taps)
     return kv, Drafted(hidden, drafts, known)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
+
 import numpy as np
 import pytest
 
-from jaxengine.parallel import eplb
+from jaxengine.parallel import eplb, expert_load
 
 
 def check(placed: eplb.Placement, experts: int, devices: int, slots: int) -> None:
@@ -60,3 +63,23 @@ def test_without_spare_slots_every_expert_has_one() -> None:
 def test_bad_load_is_refused(load: eplb.Floats, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         eplb.place(load, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [
+        ([[0, 0], [0, 0]], "counts no token of any expert; record it"),
+        ([[1, 2]], r"counts \(1, 2\) layers and experts"),
+        ("x", "cannot be read"),
+    ],
+    ids=str,
+)
+def test_a_load_file_that_says_nothing_is_refused(
+    tokens: object, why: str, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "load.json"
+    path.write_text(json.dumps({"tokens": tokens}))
+    with pytest.raises(ValueError, match=f"^eplb_load {path} {why}"):
+        expert_load.read(str(path), 2, 2)
+    path.write_text(json.dumps({"tokens": [[0, 0], [0, 7]]}))  # a layer without experts counts none
+    assert expert_load.read(str(path), 2, 2).sum() == 7
