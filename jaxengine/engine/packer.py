@@ -174,14 +174,8 @@ def pack_step(
     choose: Choose,
 ) -> Batch:
     """The batch of a step, a plan or None from every shard; all in one shape."""
-    live = [plan for plan in plans if plan is not None]
     seeds = [[] if plan is None else p.seeds(plan) for p, plan in zip(packers, plans, strict=True)]
-    bucket, rows = choose(
-        max((plan.num_tokens for plan in live), default=0),
-        max((plan.num_rows for plan in live), default=0),
-        all(_one_token_each(plan) for plan in live),
-        min(0 if plan is None else plan.num_tokens for plan in plans),
-    )
+    bucket, rows = choose(*step_sizes(plans))
     parts = [
         packer.empty(bucket, rows)
         if plan is None
@@ -189,6 +183,18 @@ def pack_step(
         for i, (packer, plan) in enumerate(zip(packers, plans, strict=True))
     ]
     return parts[0] if len(parts) == 1 else _join(packers[0], parts)
+
+
+def step_sizes(plans: Sequence[StepPlan | None]) -> tuple[int, int, bool, int]:
+    """What the shape of a step depends on, a plan or None from every shard: most tokens and rows
+    of a shard, does the decode program do, fewest tokens of a shard."""
+    live = [plan for plan in plans if plan is not None]
+    return (
+        max((plan.num_tokens for plan in live), default=0),
+        max((plan.num_rows for plan in live), default=0),
+        all(_one_token_each(plan) for plan in live),
+        min(0 if plan is None else plan.num_tokens for plan in plans),
+    )
 
 
 def _one_token_each(plan: StepPlan) -> bool:

@@ -19,10 +19,11 @@ from jaxengine.engine.dp.exchange import (
     Wish,
 )
 from jaxengine.engine.fault.settings import fault_settings
-from jaxengine.engine.packer import Prepared
-from jaxengine.executor.choice import ProgramKey, ShapeChooser
+from jaxengine.engine.packer import Prepared, step_sizes
+from jaxengine.executor.choice import OverlapCounts, Overlapped, ProgramKey, ShapeChooser
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import PeerFailed
+from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepPlan
 
 Report = Callable[[wire.WaveNotice], None]
@@ -40,6 +41,7 @@ class Lockstep:
         self._next_port: int | None = None  # of the group that `rejoin` joins
         self.num_waves = 0
         self.num_dummies = 0  # steps without anything to run here
+        self._overlapped = OverlapCounts()
         self._begin(member.port)
 
     def _begin(self, port: int) -> None:
@@ -103,6 +105,7 @@ class Lockstep:
                 self._worker.compile(key)
         if agreed.shape is not None:
             self.num_dummies += wish.plan is None
+            self._overlapped.add(_outcome(agreed, agreed.shape[0]))
         self._settle(agreed)
         return agreed
 
@@ -150,10 +153,22 @@ class Lockstep:
         self._begin(port)
 
     def figures(self) -> dict[str, float]:
-        return {"dp_waves": float(self.num_waves), "dp_dummy_steps": float(self.num_dummies)}
+        """Counters; of dual-batch overlap too, which the ranks choose together."""
+        figures = {"dp_waves": float(self.num_waves), "dp_dummy_steps": float(self.num_dummies)}
+        if self._worker.description.overlap is not None:
+            figures |= self._overlapped.figures()
+        return figures
 
     def close(self) -> None:
         self._exchange.close()
+
+
+def _outcome(agreed: Agreement, bucket: Bucket) -> Overlapped:
+    """What became of dual-batch overlap in an agreed step."""
+    if bucket.dbo:
+        return "steps"
+    begun = any(isinstance(size, Bucket) and size.dbo for _, size in agreed.start)
+    return "not_compiled" if begun else "below_threshold"
 
 
 def _sizes(plans: Sequence[StepPlan | None]) -> Plan | None:
@@ -165,10 +180,7 @@ def _sizes(plans: Sequence[StepPlan | None]) -> Plan | None:
     kinds = ["score"] * any(wire.params.prompt_logprobs is not None for wire in wires)
     kinds += ["pool"] * any(wire.pooling is not None for wire in wires)
     return Plan(
-        max(plan.num_tokens for plan in live),
-        max(plan.num_rows for plan in live),
-        all(plan.num_decode == plan.num_rows for plan in live),
-        min(0 if plan is None else plan.num_tokens for plan in plans),
+        *step_sizes(plans),
         any(_prepared(r).needs_slot_record for plan in live for r in plan.new_requests),
         kinds,
     )

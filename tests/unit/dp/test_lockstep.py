@@ -8,6 +8,7 @@ import queue
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,19 +16,21 @@ import pytest
 from jaxengine.config import EngineConfig
 from jaxengine.engine.dp import waves
 from jaxengine.engine.dp.coupling import Interrupted, free_ports, member_config, member_of
-from jaxengine.engine.dp.lockstep import Lockstep
+from jaxengine.engine.dp.lockstep import Lockstep, _sizes
+from jaxengine.engine.packer import pack_step
 from jaxengine.engine.wire import WaveNotice
-from jaxengine.runner.buckets import all_buckets
+from jaxengine.runner.buckets import Overlap, all_buckets
+from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.batch import Bucket
 
 
 class FakeWorker:
     """Compiles a program in no time; dies when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, overlap: Overlap | None) -> None:
         buckets = all_buckets(4, 64)
         self.description = dataclasses.make_dataclass("Sizes", ["buckets", "row_sizes", "overlap"])(
-            buckets, (1, 2, 4), None
+            buckets, (1, 2, 4), overlap
         )
         self.ready_programs: frozenset[Any] = frozenset()
         self.warm = True
@@ -53,13 +56,13 @@ class FakePlan:
 class Rank(threading.Thread):
     """A loop as the engine process has it. A request is a number of steps."""
 
-    def __init__(self, rank: int, size: int, port: int) -> None:
+    def __init__(self, rank: int, size: int, port: int, overlap: Overlap | None = None) -> None:
         super().__init__(daemon=True)
         flat = {"data_parallel_size": size, "enable_expert_parallel": True}
         config = member_config(EngineConfig.of(**flat), rank, port)
         member = member_of(config)
         assert member is not None
-        self.worker = FakeWorker()
+        self.worker = FakeWorker(overlap)
         self.lockstep = Lockstep(member, config, self.worker)  # type: ignore[arg-type]
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.running: list[int] = []
@@ -130,9 +133,82 @@ class Front:
                         late.start()
 
 
-def group(size: int, seed: int = 0) -> list[Rank]:
+# -- what a rank asks for ---------------------------------------------------------------------
+
+
+class Chosen(Exception):
+    """A lone engine chose the shape of these sizes."""
+
+
+def made(num_decode: int, *prompts: tuple[int, dict[str, Any]]) -> Any:
+    """A plan of decode rows and of prompts: (tokens, what is asked of them)."""
+    plan = FakePlan(num_decode)
+    plan.num_rows += len(prompts)
+    plan.num_tokens += sum(tokens for tokens, _ in prompts)
+    for _, asked in prompts:
+        params = SamplingParams(prompt_logprobs=asked.get("prompt_logprobs"))
+        wire = SimpleNamespace(params=params, pooling=asked.get("pooling"))
+        prepared = SimpleNamespace(wire=wire, needs_slot_record=False)
+        plan.requests.append(SimpleNamespace(params=prepared))
+    return plan
+
+
+PLAIN: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("plans", "decode_only"),
+    [
+        ([made(3)], True),
+        ([made(2, (1, PLAIN))], True),  # all but one token of the prompt was cached
+        ([made(0, (1, PLAIN), (1, PLAIN))], True),
+        ([made(2, (1, PLAIN)), None], True),
+        ([made(3), made(0, (1, PLAIN))], True),
+        ([made(2, (2, PLAIN))], False),
+        ([made(3), made(1, (9, PLAIN))], False),
+        ([made(2, (1, {"prompt_logprobs": 1}))], False),  # of the prompt's hidden states
+        ([made(2, (1, {"pooling": "mean"}))], False),
+    ],
+)
+def test_a_coupled_rank_asks_for_the_program_that_a_lone_engine_takes(
+    plans: list[Any], decode_only: bool
+) -> None:
+    def choose(*sizes: Any) -> Any:
+        raise Chosen(sizes)
+
+    packer: Any = SimpleNamespace(seeds=lambda plan: [])
+    with pytest.raises(Chosen) as alone:
+        pack_step([packer] * len(plans), plans, [[]] * len(plans), choose)
+    wished = _sizes(plans)
+    assert wished is not None and wished.decode_only == decode_only
+    sizes = (wished.num_tokens, wished.num_rows, wished.decode_only, wished.fewest_tokens)
+    assert alone.value.args == (sizes,)
+
+
+def test_every_rank_counts_the_overlap_of_the_steps_that_all_make() -> None:
+    ranks = group(2, overlap=Overlap(2, 2))
+    for one in ranks:
+        one.inbox.put(3)
+        one.inbox.put(3)
+    for one in ranks:
+        one.start()
+    until(lambda: sum(one.done for one in ranks) == 4)
+    until(lambda: not any(one.lockstep.running for one in ranks))
+    figures = [one.lockstep.figures() for one in ranks]
+    assert figures[0] == figures[1]
+    split = sum(bucket.dbo for bucket, _ in ranks[0].steps)
+    assert figures[0]["dbo_steps"] == split > 0
+    counted = sum(n for name, n in figures[0].items() if name.startswith("dbo_"))
+    assert counted == len(ranks[0].steps)
+    stop(ranks)
+
+
+# -- groups -----------------------------------------------------------------------------------
+
+
+def group(size: int, seed: int = 0, overlap: Overlap | None = None) -> list[Rank]:
     port = free_ports()
-    ranks = [Rank(rank, size, port) for rank in range(size)]
+    ranks = [Rank(rank, size, port, overlap) for rank in range(size)]
     Front(ranks, random.Random(seed))
     return ranks
 
