@@ -23,7 +23,7 @@ from jaxengine.executor.choice import ON_DEMAND
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.shards import equal_pools
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
-from jaxengine.models.cache import cache_bytes_per_token
+from jaxengine.models.cache import cache_bytes_per_token, device_bytes_per_token
 from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.params import param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec, Params, for_context
@@ -347,7 +347,12 @@ def plan_sizes(
         )
     max_model_len = wanted or spec.max_position
     itemsize = jnp.dtype(kv_dtype).itemsize
-    token_bytes = cache_bytes_per_token(spec, itemsize, layout) + drafter_bytes
+    # The pool's memory is one device's, but on CPU, where devices share the machine's.
+    token_bytes = (
+        cache_bytes_per_token(spec, itemsize, layout)
+        if on_cpu
+        else device_bytes_per_token(spec, itemsize, layout, stages)
+    ) + drafter_bytes
     block_bytes = token_bytes * block_size
     num_blocks = cache.num_gpu_blocks_override
     if num_blocks is None:
@@ -355,8 +360,6 @@ def plan_sizes(
         if not on_cpu and cache.kv_cache_memory_bytes is None:
             stats = jax.local_devices()[0].memory_stats() or {}
             room = kv_room(stats, cache.gpu_memory_utilization, weights)
-        if not on_cpu:  # of one device, which has a share of every block
-            room *= layout.tensor_size * stages
         most = -(-max_model_len // block_size) * max_num_seqs
         num_blocks = min(room // block_bytes, most)
     if num_blocks < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jaxengine.models.layout import StepLayout
+from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.spec import DecoderSpec
 
 
@@ -38,3 +38,14 @@ def cache_bytes_per_token(
     """Bytes of one token in all layers' caches, over all devices of the tensor axis."""
     shapes = cache_shapes(spec, layout or StepLayout(), 1, 1)
     return spec.num_layers * itemsize * sum(math.prod(shape) for shape in shapes)
+
+
+def device_bytes_per_token(
+    spec: DecoderSpec, itemsize: int, layout: StepLayout, stages: int = 1
+) -> int:
+    """Bytes of one token on a device of the fullest pipeline stage: its share of the heads, or the
+    whole of the latents."""
+    share = 1 if cache_head_axis(spec, layout) is None else layout.tensor_size
+    layers = max(len(Stage(i, stages).layers(spec.num_layers)) for i in range(stages))
+    shapes = cache_shapes(spec, layout, 1, 1)
+    return layers * itemsize * sum(math.prod(shape) for shape in shapes) // share

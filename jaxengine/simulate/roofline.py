@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxengine.models.cache import cache_bytes_per_token
+from jaxengine.models.cache import cache_bytes_per_token, device_bytes_per_token
 from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import count_params
 from jaxengine.models.spec import DecoderSpec, local_spec
@@ -112,7 +112,8 @@ class Roofline:
     def kv_blocks(self, block_size: int, utilization: float = 0.92) -> int:
         """Blocks beside the weights, as the engine sizes its pool. Raises ValueError for none."""
         room = int(self.gpu.memory_bytes * utilization) - self.weight_bytes - RESERVE
-        blocks = room * self.tensor_parallel // (self.token_bytes * block_size)
+        layout = StepLayout(tensor_axis="tensor", tensor_size=self.tensor_parallel)
+        blocks = room // (device_bytes_per_token(self.spec, self.kv_bytes, layout) * block_size)
         if blocks < 1:
             need, have = self.weight_bytes / 2**30, self.gpu.memory_bytes / 2**30
             raise ValueError(

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
+from testdata import CONFIGS
 
-from jaxengine.config import ParallelConfig
-from jaxengine.engine.kv_room import RESERVE, kv_room, weight_bytes
+from jaxengine.config import EngineConfig, ParallelConfig
+from jaxengine.engine import build
+from jaxengine.engine.divide import cache_spec
+from jaxengine.engine.kv_room import RESERVE, kv_room, local_bytes, weight_bytes
 from jaxengine.models.families import spec_from_config
-from jaxengine.models.layout import StepLayout
-from jaxengine.parallel.mesh import Devices
+from jaxengine.models.layout import Stage, StepLayout
+from jaxengine.models.spec import DecoderSpec
+from jaxengine.parallel.mesh import DATA, TENSOR, Devices
+from jaxengine.runner.state import state_shapes
+from jaxengine.sched.batch import BatchShape
+from jaxengine.sched.slot_record import SlotShape
+from jaxengine.simulate.gpus import gpu_of
+from jaxengine.simulate.roofline import Roofline
+
+GIB = 2**30
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,3 +57,76 @@ def test_weights_are_counted_before_they_are_there() -> None:
     room = kv_room(stats, 0.9, size)
     assert room == 90 * 2**30 - 2**30 - size - RESERVE
     assert kv_room(stats, 0.1, size) == 0
+
+
+# -- the pool on a mesh of GPUs ---------------------------------------------------------------
+
+
+def published(name: str) -> DecoderSpec:
+    return spec_from_config(json.loads((CONFIGS / name / "config.json").read_text()))
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """As on devices that have so much left for KV."""
+    monkeypatch.setattr(build.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(build, "kv_room", lambda *_: room)
+
+
+def blocks_of(spec: DecoderSpec, tensor: int, stages: int, **settings: Any) -> tuple[int, int]:
+    """Blocks of 64 tokens that the pool gets; bytes of one on a device of the fullest stage."""
+    layout = StepLayout(
+        cache="head_major", tensor_axis=TENSOR if tensor > 1 else "", tensor_size=tensor
+    )
+    config = EngineConfig.of(
+        tensor_parallel_size=tensor, pipeline_parallel_size=stages, max_num_seqs=4096, **settings
+    )
+    num_blocks = build.plan_sizes(config, spec, jnp.bfloat16, 64, layout).num_blocks
+    pool = state_shapes(
+        spec, BatchShape(1, 8, 64, num_blocks), SlotShape(1, 8, 8), jnp.bfloat16, layout
+    ).kv
+    devices = Devices(AbstractMesh((1, tensor), (DATA, TENSOR)))
+    placed = devices.place(pool, cache_spec(spec, layout))
+    layers = max(len(Stage(i, stages).layers(spec.num_layers)) for i in range(stages))
+    return num_blocks, local_bytes(placed[:layers]) // num_blocks
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DeepSeek-V2-Lite",  # latents, whole on every device
+        "Llama-3.1-8B",  # 8 kv heads: divided
+        "Qwen3-30B-A3B",  # 4: of 8 devices two have copies of each
+    ],
+)
+def test_the_pool_of_a_device_is_what_it_has_left(
+    monkeypatch: pytest.MonkeyPatch, name: str, tensor: int, stages: int
+) -> None:
+    """Counted from the arrays that are allocated, of one device of the fullest stage."""
+    on_gpus(monkeypatch, 20 * GIB)
+    num_blocks, block = blocks_of(published(name), tensor, stages)
+    assert num_blocks * block <= 20 * GIB < (num_blocks + 1) * block
+
+
+def test_latents_do_not_shrink_with_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 20 * GIB)
+    spec = published("DeepSeek-V2-Lite")
+    assert len({blocks_of(spec, tensor, 1) for tensor in (1, 2, 8)}) == 1
+    said = {"kv_cache_memory_bytes": 10 * GIB}  # of one device too
+    assert blocks_of(spec, 8, 1, **said)[0] == blocks_of(spec, 1, 1)[0] // 2
+    llama = published("Llama-3.1-8B")
+    assert blocks_of(llama, 8, 1)[0] == 8 * blocks_of(llama, 1, 1)[0]
+    # In the simulator as well: what eight devices have more is the room of the weights.
+    few, many = (Roofline(spec, gpu_of("h200"), tensor_parallel=n).kv_blocks(64) for n in (1, 8))
+    block = 64 * 27 * 576 * 2  # tokens, layers, width, bytes
+    assert few < many < few + 2 * 16e9 / block
+
+
+def test_what_a_sequence_needs_is_told_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, GIB)
+    with pytest.raises(ValueError, match="needs 2.00 GiB of KV") as found:
+        blocks_of(published("Llama-3.1-8B"), 8, 1, max_model_len=131072)
+    assert "raise kv_cache_memory_bytes" in str(found.value)
+    on_gpus(monkeypatch, 3 * GIB)
+    blocks_of(published("Llama-3.1-8B"), 8, 1, max_model_len=131072)
