@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from msgspec import UNSET
 
@@ -22,7 +23,7 @@ from jaxengine.frontend.tools.base import Event, Parser
 from jaxengine.frontend.tools.hermes import BEGIN as CALL
 from jaxengine.frontend.tools.hermes import END as CALLED
 from jaxengine.frontend.tools.llama3_json import PYTHON_TAG
-from jaxengine.frontend.tools.mistral import ARGS
+from jaxengine.frontend.tools.mistral import ARGS, CALL_ID
 from jaxengine.frontend.tools.mistral import BEGIN as TOOL_CALLS
 from jaxengine.server.responses import Delta, FunctionCall, Message, ToolCall
 from jaxengine.server.tools import ToolChoice
@@ -46,12 +47,12 @@ def make_parser(
     """For one answer. `constrained`: a grammar makes it, without channels."""
     if choice.enforced:
         rest: Parser = (
-            NamedCall(choice.tools[0]["function"]["name"])
+            NamedCall(choice.tools[0]["function"]["name"], choice.tools)
             if choice.mode == "named"
-            else RequiredCalls()
+            else RequiredCalls(choice.tools)
         )
     elif is_harmony(config):
-        return Harmony(inside=constrained)
+        return Harmony(inside=constrained, tools=choice.tools)
     elif choice.mode == "auto" and config.tool_call_parser is not None:
         rest = make_tool_parser(config.tool_call_parser, choice.tools)
     else:
@@ -69,7 +70,7 @@ def markers(config: ServerConfig, choice: ToolChoice) -> tuple[str, ...]:
     if choice.mode == "auto":
         of = {
             "llama3_json": (PYTHON_TAG,),
-            "mistral": (TOOL_CALLS, ARGS),
+            "mistral": (TOOL_CALLS, ARGS, CALL_ID),
             "pythonic": (),
         }
         found += of.get(config.tool_call_parser or "", (CALL, CALLED))
@@ -96,6 +97,15 @@ class Style:
     short_ids: bool = False
 
 
+def _joined(events: Iterable[Event]) -> Iterable[Event]:
+    """What follows each other in one kind as one: a long answer may have very many."""
+    for kind, group in groupby(events, lambda event: event.kind):
+        if kind == "call":
+            yield from group
+        else:
+            yield Event(kind, "".join(event.text for event in group))
+
+
 class Answer:
     """One answer under way."""
 
@@ -117,7 +127,7 @@ class Answer:
     def delta(self, text: str, finished: bool) -> Delta:
         """What is new with this text; empty when it is held back."""
         delta = Delta()
-        for kind, piece in self._events(text, finished):
+        for kind, piece in _joined(self._events(text, finished)):
             if kind == "content":
                 delta.content = (delta.content or "") + piece
             elif kind == "reasoning":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from jaxengine.frontend.reasoning.gate import AnswerGate
 from jaxengine.frontend.reasoning.harmony import FINAL, Harmony
 from jaxengine.frontend.reasoning.think import BEGIN, END, Start, Think
 
-__all__ = ["BEGIN", "END", "FINAL", "Harmony", "Start", "Think", "thinking_start"]
+__all__ = ["AnswerGate", "BEGIN", "END", "FINAL", "Harmony", "Start", "Think", "thinking_start"]
 
 
 def thinking_start(parser: str, prompt: str, continued: str = "") -> Start:

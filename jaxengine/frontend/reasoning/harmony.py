@@ -9,91 +9,79 @@ The prompt ends with <|start|>assistant, so that an answer begins inside a heade
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jaxengine.frontend.tools.base import Event, Kind, first_of, held
+from jaxengine.frontend.reasoning.channels import Channels
+from jaxengine.frontend.tools.arguments import Arguments
+from jaxengine.frontend.tools.base import Event, Kind
+from jaxengine.frontend.tools.schema import Tools
 
 MESSAGE = "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-_BEGINS = ("<|channel|>", "<|start|>", "<|constrain|>", "to=")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_TO = re.compile(r"\bto=([\w.\-:/]+)")
 FINAL = "<|channel|>final<|message|>"  # begins an answer without reasoning
 
 
 class Harmony:
-    """`inside`: the prompt has the header of the final message already."""
+    """`inside`: the prompt has the header of the final message already. `tools` as in the request:
+    messages to one of them are calls, whatever else their header says. What stands behind a call's
+    arguments in its message is reasoning."""
 
-    def __init__(self, inside: bool = False) -> None:
-        self._kind: Kind | None = "content" if inside else None  # None: in a header
-        self._first = not inside  # the answer has just begun
-        self._buffer = ""
+    def __init__(self, inside: bool = False, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._tools = Tools(tools)
+        self._channels = Channels(inside, self._tools)
+        self._arguments: Arguments | None = None
         self._empty = True  # nothing of this message was passed on
         self._seen: set[Kind] = set()
 
     def feed(self, text: str) -> list[Event]:
-        self._buffer += text
         out: list[Event] = []
-        while self._header(out) if self._kind is None else self._body(out):
-            continue
+        for kind, piece, name in self._channels.push(text):
+            self._take(kind, piece, name, out)
         return out
 
     def finish(self) -> list[Event]:
         out: list[Event] = []
-        text, self._buffer = self._buffer, ""
-        if self._kind is not None:
-            self._pass_on(text, out)
-        elif self._first and not text.lstrip().startswith(_BEGINS):
-            self._kind = "content"
-            self._pass_on(text, out)
+        for kind, piece, name in self._channels.finish():
+            self._take(kind, piece, name, out)
+        self._end_call(out)
         return out
 
-    def _header(self, out: list[Event]) -> bool:
-        if self._first and not _may_be_header(self._buffer):
-            self._kind, self._first = "content", False
-            return True
-        header, mark, rest = self._buffer.partition(MESSAGE)
-        if not mark:
-            return False
-        self._buffer, self._first = rest, False
-        to = _TO.search(header)
-        channels = _CHANNEL.findall(header)
-        if to is not None and to[1].startswith("functions."):
-            self._kind = "arguments"
-            out.append(Event("call", to[1].removeprefix("functions.")))
-        elif to is not None or (channels and channels[-1] == "analysis"):
-            self._kind = "reasoning"
+    def _take(self, kind: str, text: str, name: str, out: list[Event]) -> None:
+        if kind == "mark":
+            self._end_call(out)
+            self._empty = True
+            if name:
+                out.append(Event("call", name))
+                self._arguments = Arguments(self._tools.shape(name))
+        elif kind == "arguments":
+            self._argument_text(text, out)
         else:
-            self._kind = "content"
-        self._empty = True
-        return True
+            self._pass_on("content" if kind == "content" else "reasoning", text, out)
 
-    def _body(self, out: list[Event]) -> bool:
-        at, mark = first_of(self._buffer, _ENDS)
-        if at < 0:
-            ready = len(self._buffer) - held(self._buffer, _ENDS)
-            self._pass_on(self._buffer[:ready], out)
-            self._buffer = self._buffer[ready:]
-            return False
-        self._pass_on(self._buffer[:at], out)
-        if self._kind == "arguments" and self._empty:
-            out.append(Event("arguments", "{}"))
-        # what opens the next header is part of it
-        self._buffer = self._buffer[at if mark in _ENDS[3:] else at + len(mark) :]
-        self._kind = None
-        return True
-
-    def _pass_on(self, text: str, out: list[Event]) -> None:
-        kind = self._kind
-        if not text or kind is None:
+    def _argument_text(self, text: str, out: list[Event]) -> None:
+        reader = self._arguments
+        if reader is None:
             return
-        if kind != "arguments" and self._empty and kind in self._seen:
+        if not reader.done:
+            given = reader.feed(text)
+            if given:
+                out.append(Event("arguments", given))
+            text = reader.rest if reader.done else ""
+        if text.strip() or not self._empty:
+            self._pass_on("reasoning", text, out)
+
+    def _end_call(self, out: list[Event]) -> None:
+        reader, self._arguments = self._arguments, None
+        if reader is not None and not reader.done:
+            given = reader.finish()
+            if given:
+                out.append(Event("arguments", given))
+
+    def _pass_on(self, kind: Kind, text: str, out: list[Event]) -> None:
+        if not text:
+            return
+        if self._empty and kind in self._seen:
             text = "\n" + text  # messages of one kind become one text
         self._empty = False
         self._seen.add(kind)
         out.append(Event(kind, text))
-
-
-def _may_be_header(text: str) -> bool:
-    text = text.lstrip()
-    return any(text.startswith(b) or b.startswith(text) for b in _BEGINS)

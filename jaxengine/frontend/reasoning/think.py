@@ -2,89 +2,104 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
+from jaxengine.frontend.reasoning.thoughts import BEGIN, END, Start, Thoughts
 from jaxengine.frontend.tools.base import Event, Parser, held
+from jaxengine.frontend.tools.calls import Calls
 
-BEGIN, END = "<think>", "</think>"
-Start = Literal["inside", "maybe", "outside"]
+__all__ = ["BEGIN", "END", "Start", "Think"]
 
 
 class Think:
-    """What follows the reasoning goes to `rest`. Blanks around the tags are left out.
+    """What follows the reasoning goes to `rest`. Blanks around the tags are left out. For `start`
+    and for where reasoning ends see `Thoughts`.
 
-    `start`: the reasoning has begun already ("inside"; another <think> is passed over), begins
-    with a tag or not at all ("maybe"), or is over ("outside").
+    Where a call interrupts the reasoning, `rest` reads on from there. If the closing tag comes
+    later after all, the text between is reasoning; without it, that text is content.
     """
 
     def __init__(self, start: Start, rest: Parser) -> None:
-        self._state: str = start
-        self._opening = start == "inside"  # nothing of the reasoning was seen yet
-        self._tagged = False
+        self._thoughts = Thoughts(start, rest.form if isinstance(rest, Calls) else None)
         self._rest = rest
-        self._buffer = ""
+        self._blanks = ""
+        self._fresh = True  # nothing of these thoughts was given out
+        self._any = False  # something of other ones was
+        self._held: list[str] | None = []  # content since an interruption; None: thoughts are over
+        self._tail = ""  # its end, where a closing tag may begin
+        self._trim = False  # line breaks behind the closing tag are still to be left out
 
     def feed(self, text: str) -> list[Event]:
-        if self._state == "outside":
-            return self._rest.feed(text)
-        self._buffer += text
         out: list[Event] = []
-        while self._state != "outside" and self._step(out):
-            continue
-        if self._state == "outside" and self._buffer:
-            text, self._buffer = self._buffer, ""
-            out += self._rest.feed(text)
+        for kind, piece in self._thoughts.push(text):
+            self._take(kind, piece, out)
         return out
 
     def finish(self) -> list[Event]:
         out: list[Event] = []
-        text, self._buffer = self._buffer, ""
-        if self._state == "inside":
-            if text.strip():
-                out.append(Event("reasoning", text.rstrip()))
-        elif self._state in ("maybe", "outside"):
-            out += self._rest.feed(text)
-        return out + self._rest.finish()
+        for kind, piece in self._thoughts.finish():
+            self._take(kind, piece, out)
+        self._answer(self._rest.finish(), out)
+        self._release("content", out)
+        return out
 
-    def _step(self, out: list[Event]) -> bool:
-        if self._state == "maybe":
-            return self._begin()
-        if self._state == "after":
-            self._buffer = self._buffer.lstrip("\n")
-            if self._buffer:
-                self._state = "outside"
-            return False
-        return self._open() if self._opening else self._inside(out)
+    def _take(self, kind: str, text: str, out: list[Event]) -> None:
+        if kind == "thought":
+            self._reasoning(text, out)
+        elif kind == "answer":
+            self._answer(self._rest.feed(text), out)
+        else:
+            self._blanks, self._fresh = "", True
 
-    def _open(self) -> bool:
-        """Pass over blanks, and over one tag."""
-        self._buffer = self._buffer.lstrip()
-        if not self._tagged and self._buffer.startswith(BEGIN):
-            self._buffer, self._tagged = self._buffer[len(BEGIN) :], True
-            return True
-        if not self._buffer or (not self._tagged and BEGIN.startswith(self._buffer)):
-            return False
-        self._opening = False
-        return True
-
-    def _begin(self) -> bool:
-        text = self._buffer.lstrip()
-        if text.startswith(BEGIN):
-            self._buffer, self._state, self._opening = text, "inside", True
-            return True
-        if not BEGIN.startswith(text):
-            self._state = "outside"
-        return False
-
-    def _inside(self, out: list[Event]) -> bool:
-        at = self._buffer.find(END)
-        ended = at >= 0
-        if not ended:
-            at = len(self._buffer) - held(self._buffer, (END,))
-        kept = self._buffer[:at].rstrip()
+    def _reasoning(self, text: str, out: list[Event]) -> None:
+        text = self._blanks + text
+        if self._fresh:
+            text = text.lstrip()
+        kept = text.rstrip()
+        self._blanks = text[len(kept) :]
         if kept:
-            out.append(Event("reasoning", kept))
-        self._buffer = self._buffer[at + len(END) if ended else len(kept) :]
-        if ended:
-            self._state = "after"
-        return ended
+            lead = "\n" if self._fresh and self._any else ""
+            self._fresh, self._any = False, True
+            out.append(Event("reasoning", lead + kept))
+
+    def _answer(self, events: list[Event], out: list[Event]) -> None:
+        if not self._thoughts.interrupted:
+            out += events
+            return
+        for event in events:
+            if event.kind == "content":
+                self._after_call(event.text, out)
+                continue
+            if event.kind == "call":
+                self._release("content", out)
+            out.append(event)
+
+    def _after_call(self, text: str, out: list[Event]) -> None:
+        """Content behind a call that interrupted the reasoning."""
+        if self._held is not None:
+            seen = self._tail + text
+            at = seen.find(END)
+            if at < 0:
+                keep = held(seen, (END,))
+                self._held.append(seen[: len(seen) - keep])
+                self._tail = seen[len(seen) - keep :]
+                return
+            self._held.append(seen[:at])
+            self._tail = ""
+            self._fresh = True
+            self._release("reasoning", out)
+            self._held, self._trim = None, True
+            text = seen[at + len(END) :]
+        if self._trim:
+            text = text.lstrip("\n")
+        if text:
+            self._trim = False
+            out.append(Event("content", text))
+
+    def _release(self, kind: str, out: list[Event]) -> None:
+        if self._held is None:
+            return
+        text = "".join(self._held) + self._tail
+        self._held, self._tail = [], ""
+        if kind == "reasoning":
+            self._reasoning(text, out)
+        elif text:
+            out.append(Event("content", text))

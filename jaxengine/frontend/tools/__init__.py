@@ -12,22 +12,25 @@ from jaxengine.frontend.tools.llama3_json import llama3_json
 from jaxengine.frontend.tools.mistral import mistral
 from jaxengine.frontend.tools.pythonic import pythonic
 from jaxengine.frontend.tools.qwen3 import qwen3
+from jaxengine.frontend.tools.schema import Tools
 
 __all__ = ["Event", "NamedCall", "Parser", "Plain", "RequiredCalls", "make_tool_parser"]
+
+_PARSERS = {
+    "hermes": hermes,
+    "llama3_json": llama3_json,
+    "mistral": mistral,
+    "pythonic": pythonic,
+    "qwen3": qwen3,
+    "qwen3_coder": qwen3,
+    "qwen3_xml": qwen3,
+}
 
 
 def make_tool_parser(name: str, tools: Sequence[Mapping[str, Any]]) -> Parser:
     """The parser called `name` (of --tool-call-parser; gpt-oss has one of its own for reasoning and
     calls, `jaxengine.frontend.reasoning.Harmony`) for a request's tools."""
-    names = {tool["function"]["name"] for tool in tools}
-    if name == "hermes":
-        return hermes()
-    if name == "llama3_json":
-        return llama3_json(names)
-    if name == "mistral":
-        return mistral()
-    if name == "pythonic":
-        return pythonic(names)
-    if name in ("qwen3", "qwen3_coder", "qwen3_xml"):
-        return qwen3(tools)
-    raise ValueError(f"there is no tool parser {name!r}")
+    make = _PARSERS.get(name)
+    if make is None:
+        raise ValueError(f"there is no tool parser {name!r}")
+    return make(Tools(tools))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, Protocol
 
+PIECE = 1024
+
 Kind = Literal["reasoning", "content", "call", "arguments"]
 
 
@@ -37,24 +39,23 @@ class CallParser(Protocol):
 
     started: bool  # a "call" event was given; before, all may still turn out to be plain text
     done: bool
-    failed: bool
+    failed: bool  # it is no call
+    broken: bool  # done, but something else stands where it should go on
 
     def feed(self, text: str, out: list[Event]) -> str:
-        """Append events. Returns the text behind the call, once it is done, or from where it broke
-        off."""
+        """Append events. Returns the text behind the call, once it is done, or from where it
+        cannot be one."""
+        ...
+
+    def finish(self, out: list[Event]) -> str:
+        """The text has ended: a call that was started is closed, so that its arguments are JSON.
+        Returns text that turned out to stand behind it."""
         ...
 
 
-def feed_call(
-    call: CallParser, content: Content, raw: str, text: str, out: list[Event]
-) -> tuple[str, str]:
-    """Feed a call. Returns its text so far while it may still be none (`raw` is what was before),
-    and the text behind it."""
-    behind = call.feed(text, out)
-    if call.started:
-        content.call()
-        return "", behind
-    return raw + text, behind
+def pieces(text: str) -> list[str]:
+    """Text in pieces of a size that is quick to cut up further."""
+    return [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
 
 
 def held(text: str, markers: Iterable[str]) -> int:
@@ -78,6 +79,7 @@ class Content:
     """The text beside calls. Blanks next to a call belong to it and are left out."""
 
     def __init__(self) -> None:
+        self.last = ""  # the latest character that is not blank
         self._blanks = ""
         self._after_call = False
 
@@ -89,11 +91,12 @@ class Content:
         self._blanks = text[len(kept) :]
         if kept:
             self._after_call = False
+            self.last = kept[-1]
             out.append(Event("content", kept))
 
     def call(self) -> None:
         """A call stands here."""
-        self._blanks = ""
+        self.last = self._blanks = ""
         self._after_call = True
 
     def finish(self, out: list[Event]) -> None:

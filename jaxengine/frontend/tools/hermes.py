@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from jaxengine.frontend.tools.base import Parser
-from jaxengine.frontend.tools.json_call import JsonCall
-from jaxengine.frontend.tools.tagged import TaggedCalls
+import re
+
+from jaxengine.frontend.tools.base import CallParser, Parser
+from jaxengine.frontend.tools.calls import Calls, Format, Where
+from jaxengine.frontend.tools.json_call import JsonCall, JsonCalls, Strictness
+from jaxengine.frontend.tools.marks import Marks
+from jaxengine.frontend.tools.schema import Tools
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+MARKS = Marks(
+    (END, BEGIN),
+    re.compile(r'(?:</tool_call>\s*)?(?:<tool_call>\s*)+\{\s*"\w+"\s*:'),
+)
 
 
-def hermes() -> Parser:
-    return TaggedCalls((BEGIN,), END, lambda first: JsonCall() if first == "{" else None)
+def hermes(tools: Tools) -> Parser:
+    return Calls(Format((BEGIN,), ("{",), (END,), lambda first, where: json(tools, first, where)))
+
+
+def json(tools: Tools, first: str, where: Where) -> CallParser | None:
+    """Behind a tag any name is a call's. Without one, the answer must begin with a call of one of
+    the request's functions, with arguments."""
+    if not where.tagged and not where.first:
+        return None
+    strictness = Strictness.ANY_NAME if where.tagged else Strictness.WITH_ARGUMENTS
+    if where.thoughts:
+        strictness = Strictness.DECLARED
+    if first == "{":
+        return JsonCall(tools, strictness, marks=MARKS)
+    return JsonCalls(tools, strictness, MARKS) if first == "[" and where.tagged else None

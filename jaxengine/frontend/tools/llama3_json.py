@@ -1,18 +1,34 @@
-"""llama3_json: {"name": ..., "parameters": {...}}, several with "; " in between.
+"""llama3_json: {"name": ..., "parameters": {...}}, several with "; " in between, or in a list.
 
-Behind <|python_tag|> or not. JSON that names no function of the request is plain text.
+Behind <|python_tag|> or not, anywhere in the text. JSON that names no function of the request is
+plain text, and so is, behind other text, JSON without parameters. Llama 3.1's other form,
+<function=NAME>{...}</function>, is read too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
 
-from jaxengine.frontend.tools.base import Parser
-from jaxengine.frontend.tools.json_call import JsonCall
-from jaxengine.frontend.tools.leading import LeadingCalls
+from jaxengine.frontend.tools.base import CallParser, Parser
+from jaxengine.frontend.tools.calls import Calls, Format, Where
+from jaxengine.frontend.tools.json_call import JsonCall, JsonCalls, Strictness
+from jaxengine.frontend.tools.marks import Marks
+from jaxengine.frontend.tools.schema import Tools
+from jaxengine.frontend.tools.xml_call import FUNCTION, XmlCall
 
 PYTHON_TAG = "<|python_tag|>"
+ENDS = ("<|eom_id|>", "<|eot_id|>")
+MARKS = Marks((PYTHON_TAG, *ENDS), re.compile(r'(?:<\|\w+\|>\s*)+\{\s*"\w+"\s*:'))
 
 
-def llama3_json(names: Collection[str]) -> Parser:
-    return LeadingCalls("{", lambda: JsonCall(names), PYTHON_TAG, ";,")
+def llama3_json(tools: Tools) -> Parser:
+    def reader(first: str, where: Where) -> CallParser | None:
+        loose = (where.tagged or where.first) and not where.thoughts
+        strictness = Strictness.DECLARED if loose else Strictness.WITH_ARGUMENTS
+        if first == "{":
+            return JsonCall(tools, strictness, marks=MARKS)
+        if first == "[":
+            return JsonCalls(tools, strictness, MARKS)
+        return XmlCall(tools, (), where) if first == "<" else None
+
+    return Calls(Format((PYTHON_TAG,), ("{", "[", FUNCTION), ENDS, reader, ";,", True, True))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxengine.frontend.tools import NamedCall, Parser, RequiredCalls, make_tool_parser
 from jaxengine.frontend.tools.base import first_of, held
+from jaxengine.frontend.tools.llama3_json import PYTHON_TAG
 
 _PROPERTIES = {
     "a": {"type": "integer"},
@@ -90,7 +91,7 @@ CASES: list[tuple[str, str, Found]] = [
         '<tool_call>{"name":"f","arguments":{"a":1}}}\n</tool_call>after',
         [["call", "f", '{"a":1}'], ["content", "after"]],
     ),
-    ("hermes", '<tool_call>{"name":"f","arguments":{"a":[1', [["call", "f", '{"a":[1']]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{"a":[1', [["call", "f", '{"a":[1]}']]),
     ("hermes", "<tool_call>nope</tool_call> x", [["content", "<tool_call>nope</tool_call> x"]]),
     ("hermes", '<tool_call> {"x":1} <tool_', [["content", '<tool_call> {"x":1} <tool_']]),
     ("hermes", "a <b> c\n", [["content", "a <b> c\n"]]),
@@ -153,7 +154,7 @@ CASES: list[tuple[str, str, Found]] = [
     ),
     ("pythonic", "[1, 2]", [["content", "[1, 2]"]]),
     ("pythonic", "[h(a=1)]", [["content", "[h(a=1)]"]]),
-    ("pythonic", "[f(__import__('os'))] x", [["call", "f", "{}"]]),
+    ("pythonic", "[f(__import__('os'))] x", [["content", "[f(__import__('os'))] x"]]),
 ]
 
 
@@ -217,7 +218,8 @@ def test_noise_reads_the_same_in_pieces(name: str, parts: list[str], seed: int) 
     whole = read(make_tool_parser(name, TOOLS), [text])
     assert read(make_tool_parser(name, TOOLS), cut(text, seed)) == whole
     if not any(kind == "call" for kind, *_ in whole):  # nothing is lost
-        assert "".join(piece for _, piece in whole) == text
+        kept = text if name not in ("llama3_json", "pythonic") else text.replace(PYTHON_TAG, "")
+        assert "".join(piece for _, piece in whole) == kept
 
 
 def test_markers() -> None:

@@ -1,0 +1,275 @@
+"""Text with thoughts between <think> and </think> before the answer, cut where these change."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from jaxengine.frontend.tools.base import Event, first_of, held, pieces
+from jaxengine.frontend.tools.calls import Calls, Candidate, Format, Where
+
+BEGIN, END = "<think>", "</think>"
+Start = Literal["inside", "maybe", "outside"]
+Kind = Literal["thought", "answer", "tag"]
+
+_QUOTES = '`"'
+_LINE_BEGIN = 64
+_MAX_TRIED = 1 << 20  # characters that may be read again after they turned out to be no call
+
+
+class Piece(NamedTuple):
+    kind: Kind  # "tag": a tag, and the blanks that belong to it
+    text: str
+
+
+class Thoughts:
+    """Pieces that make up the whole text. What is not certain yet is held back.
+
+    `start`: the thoughts have begun already ("inside"; further <think> are passed over), begin with
+    a tag or not at all ("maybe"), or are over ("outside").
+
+    A </think> between quotes or backticks is a part of the thoughts. Thoughts may begin again
+    directly behind others.
+
+    With the `form` of calls, thoughts also end where an unmistakable call of one of the request's
+    functions begins (then `interrupted`): behind its tag, or, in a format that works without tags,
+    as the last thing of the whole text. Between quotes or in a code block it is only talked about.
+    """
+
+    def __init__(self, start: Start, form: Format | None = None) -> None:
+        self.interrupted = False
+        self._form = form
+        self._state = {"inside": "open", "maybe": "maybe", "outside": "answer"}[start]
+        self._buffer = ""
+        self._waiting: list[str] = []  # text behind it, the next piece last
+        self._final = False
+        self._out: list[Piece] = []
+        # of the thoughts so far: the last character, the beginning and the quotes of its line, in
+        # a code block or not, and whether the line before opened that
+        self._last = ""
+        self._line = ""
+        self._quotes = dict.fromkeys(_QUOTES, 0)
+        self._block = self._opened = False
+        self._candidate: Candidate | None = None  # for the text in `_held`
+        self._trial: Calls | None = None  # likewise, of what must be the last thing
+        self._events: list[Event] = []  # of the trial
+        self._held: list[str] = []
+        self._plain = 0  # so much of the buffer does not begin a last thing
+        self._budget = _MAX_TRIED
+
+    def push(self, text: str) -> list[Piece]:
+        if self._state == "answer" and not self._buffer:
+            return [Piece("answer", text)] if text else []
+        self._waiting += pieces(text)[::-1]
+        self._run()
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        """The text has ended."""
+        self._final = True
+        self._run()
+        while self._trial is not None:
+            events = self._events + self._trial.finish()
+            kinds = {event.kind for event in events}
+            if "call" in kinds and "content" not in kinds:
+                self._interrupt()
+            else:
+                self._no_last("")
+                self._run()
+        if self._candidate is not None:
+            self._buffer, self._held = "".join(self._held), []
+            self._candidate = None
+        left, self._buffer = self._buffer, ""
+        if left:
+            kind: Kind = "answer" if self._state in ("maybe", "answer") else "thought"
+            self._out.append(Piece(kind, left))
+        return self._taken()
+
+    def _run(self) -> None:
+        final = self._final
+        while True:
+            self._final = final and not self._waiting
+            while self._step():
+                continue
+            if not self._waiting:
+                if self._final == final:
+                    return
+                continue
+            self._buffer += self._waiting.pop()
+
+    def _taken(self) -> list[Piece]:
+        out, self._out = self._out, []
+        return out
+
+    def _give(self, kind: Kind, size: int) -> None:
+        text, self._buffer = self._buffer[:size], self._buffer[size:]
+        self._plain = max(0, self._plain - size)
+        if text:
+            self._out.append(Piece(kind, text))
+        if kind == "thought" and text:
+            first, *others = text.split("\n")
+            self._on_line(first)
+            for line in others:
+                self._opened = self._line.strip().startswith("```")
+                self._block ^= self._opened
+                self._line, self._quotes = "", dict.fromkeys(_QUOTES, 0)
+                self._on_line(line)
+            self._last = text[-1]
+
+    def _on_line(self, text: str) -> None:
+        self._line = (self._line + text)[:_LINE_BEGIN]
+        for quote in _QUOTES:
+            self._quotes[quote] += text.count(quote)
+
+    @property
+    def _quote(self) -> str:
+        """The quote that opens right here."""
+        last = self._last
+        return last if last and last in _QUOTES and self._quotes[last] % 2 else ""
+
+    def _step(self) -> bool:
+        """Go on as far as one state does; False when more text is needed."""
+        if self._state == "maybe":
+            return self._maybe()
+        if self._state == "open":
+            return self._open()
+        if self._state == "inside":
+            return self._inside()
+        if self._state == "after":
+            return self._after()
+        if self._buffer:
+            self._give("answer", len(self._buffer))
+        return False
+
+    def _blanks(self) -> int:
+        return len(self._buffer) - len(self._buffer.lstrip())
+
+    def _maybe(self) -> bool:
+        text = self._buffer.lstrip()
+        if text.startswith(BEGIN):
+            self._state = "open"
+            return True
+        if BEGIN.startswith(text) and not self._final:
+            return False
+        self._state = "answer"
+        return bool(text)
+
+    def _open(self) -> bool:
+        """Pass over blanks and opening tags."""
+        self._give("tag", self._blanks())
+        if self._buffer.startswith(BEGIN):
+            self._give("tag", len(BEGIN))
+            return True
+        if BEGIN.startswith(self._buffer) and not self._final:
+            return False
+        self._state, self._line, self._last = "inside", "", ""
+        self._block = self._opened = False
+        return True
+
+    def _after(self) -> bool:
+        """Behind the thoughts: another closing tag, or more thoughts."""
+        blanks = self._blanks()
+        text = self._buffer[blanks:]
+        if text.startswith((BEGIN, END)):
+            self._state = "open" if text.startswith(BEGIN) else "after"
+            self._give("tag", blanks + (0 if text.startswith(BEGIN) else len(END)))
+            return True
+        if not self._final and (BEGIN.startswith(text) or END.startswith(text)):
+            return False
+        self._state = "answer"
+        if not text:
+            self._give("tag", blanks)
+        self._give("tag", len(self._buffer) - len(self._buffer.lstrip("\n")))
+        return True
+
+    def _inside(self) -> bool:
+        if self._candidate is not None:
+            return self._try_call(self._candidate)
+        if self._trial is not None:
+            return self._try_last(self._trial)
+        marks = self._marks()
+        at, mark = first_of(self._buffer, marks)
+        if at < 0:
+            self._give("thought", len(self._buffer) - held(self._buffer, marks) * (not self._final))
+            return False
+        self._give("thought", at)
+        if mark == END:
+            return self._end()
+        form = self._form
+        assert form is not None
+        if mark in form.tags:
+            if self._quote or (self._block and self._opened):
+                self._give("thought", len(mark))
+                return True
+            self._candidate = Candidate(form, Where(thoughts=True))
+        elif self._plain or self._line.strip():
+            self._give("thought", len(mark))
+            return True
+        else:
+            self._trial, self._events = Calls(form, thoughts=True), []
+        self._held = []
+        return True
+
+    def _marks(self) -> tuple[str, ...]:
+        form = self._form
+        if form is None or self._budget < 0:
+            return (END,)
+        return (END, *(form.marks if form.last else form.tags))
+
+    def _end(self) -> bool:
+        """At a closing tag."""
+        quote = self._quote
+        if quote:
+            if len(self._buffer) == len(END) and not self._final:
+                return False
+            if self._buffer.startswith(quote, len(END)):
+                self._give("thought", len(END))
+                return True
+        self._give("tag", len(END))
+        self._state = "after"
+        return True
+
+    def _try_call(self, candidate: Candidate) -> bool:
+        if not self._buffer:
+            return False
+        self._held.append(self._buffer)
+        rest = candidate.feed(self._buffer, [])
+        self._buffer = ""
+        if candidate.started:
+            self._interrupt()
+            return True
+        if not candidate.failed:
+            return False
+        self._buffer, self._candidate = "".join(self._held), None
+        self._budget -= len(self._buffer) - len(rest)
+        assert self._form is not None
+        mark = next(tag for tag in self._form.tags if self._buffer.startswith(tag))
+        self._give("thought", len(mark))
+        return True
+
+    def _try_last(self, trial: Calls) -> bool:
+        if not self._buffer:
+            return False
+        for at, char in enumerate(self._buffer):  # the place where it fails must be exact
+            events = trial.feed(char)
+            self._events += events
+            if any(event.kind == "content" for event in events):
+                self._held.append(self._buffer[: at + 1])
+                self._no_last(self._buffer[at + 1 :])
+                return True
+        self._held.append(self._buffer)
+        self._buffer = ""
+        return False
+
+    def _no_last(self, behind: str) -> None:
+        """What was tried is a part of the thoughts; more text is behind it."""
+        tried, self._trial = "".join(self._held), None
+        self._buffer = ""
+        self._plain = len(tried)
+        self._budget -= len(tried)
+        self._waiting += [*([behind] if behind else []), *pieces(tried)[::-1]]
+
+    def _interrupt(self) -> None:
+        self._buffer = "".join(self._held)
+        self._candidate = self._trial = None
+        self._state, self.interrupted = "answer", True
+        self._give("answer", len(self._buffer))
