@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxengine.config import EngineConfig
@@ -357,9 +357,11 @@ class AsyncLLM:
 
     # -- calls of the engine ---------------------------------------------------------------------
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False when some are in use."""
-        return bool(await self.call("reset_prefix_cache"))
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; False when some are in use. With `reset_running_requests`
+        none are: what runs starts over for it, and goes on with the tokens that it has."""
+        args = [True] if reset_running_requests else []
+        return bool(await self.call("reset_prefix_cache", *args))
 
     async def pause(self, mode: PauseMode = "wait", clear_cache: bool = True) -> None:
         """Start nothing new until `resume`; requests are still taken and wait.
@@ -388,13 +390,22 @@ class AsyncLLM:
     async def is_paused(self) -> bool:
         return bool(await self.call("is_paused"))
 
-    async def sleep(self, level: int = 1) -> None:
-        """End what runs and give the device's memory back: the KV cache is forgotten, and the
-        weights move to host memory (level 1) or are dropped and loaded again on waking (2)."""
-        await self.call("sleep", level)
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Give the device's memory back: the KV cache is forgotten, and the weights move to host
+        memory (level 1) or are dropped and loaded again on waking (2). What runs is ended
+        ("abort"), finished first ("wait"), or goes on after `wake_up` ("keep")."""
+        if mode == "wait":
+            await self.pause("wait", clear_cache=False)
+        if mode == "abort":
+            await self.call("sleep", level)
+        else:
+            await self.call("sleep", level, "keep")
 
-    async def wake_up(self) -> None:
-        await self.call("wake_up")
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Undo `sleep`, or of it what `tags` name ("weights", "kv_cache"); returns whether all of
+        it is undone: until then requests wait. Raises RuntimeError for another tag."""
+        awake = await self.call("wake_up", *([] if tags is None else [list(tags)]))
+        return awake is not False
 
     async def is_sleeping(self) -> bool:
         return bool(await self.call("is_sleeping"))

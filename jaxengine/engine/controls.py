@@ -29,8 +29,8 @@ def control(core: EngineCore, method: str, args: list[Any]) -> Any:
         "resume": lambda: resume(core),
         "is_paused": lambda: scheduler.is_paused,
         "sleep": lambda *args: sleep(core, *args),
-        "wake_up": lambda: wake_up(core),
-        "is_sleeping": lambda: core._sleep_level > 0,
+        "wake_up": lambda *args: wake_up(core, *args),
+        "is_sleeping": lambda: bool(core._asleep),
         "wait_warm": core.executor.wait_warm,
         "start_profile": profiler.start,
         "stop_profile": profiler.stop,
@@ -64,30 +64,46 @@ def pause(core: EngineCore, mode: str = "wait") -> None:
 
 def resume(core: EngineCore) -> None:
     """Undo a pause. A sleeping engine has nothing to run with: it goes on at `wake_up`."""
-    if not core._sleep_level:
+    if not core._asleep:
         core.scheduler.resume()
 
 
-def sleep(core: EngineCore, level: int = 1) -> None:
-    """Abort what runs and give the device's memory back. Raises ValueError for the level."""
+def sleep(core: EngineCore, level: int = 1, mode: str = "abort") -> None:
+    """Give the device's memory back. What runs is ended ("abort"), or goes on after `wake_up` from
+    the beginning of its KV ("keep"). Raises ValueError for the level or the mode."""
     if level not in (1, 2):
         raise ValueError(f"sleep level must be 1 or 2, got {level}")
+    if mode not in ("abort", "keep"):
+        raise ValueError(f"sleep mode must be abort or keep, got {mode!r}")
     if core.lockstep is not None:
         raise ValueError("ranks that share experts cannot sleep")
-    if core._sleep_level:
+    if core._asleep:
         return
-    pause(core, "abort")
+    pause(core, mode)
     while core._inflight:  # nothing may use the memory that goes
         core._outputs += core._finish_oldest(time.perf_counter())
     core._transfers.settle()
-    core.scheduler.reset_prefix_cache()
+    reset_prefix_cache(core, reset_running=True)
     core.executor.sleep(level)
-    core._sleep_level = level
+    core._sleep_level, core._asleep = level, frozenset(PARTS)
 
 
-def wake_up(core: EngineCore) -> None:
-    """Bring weights and pool back, and go on with what is queued."""
-    if core._sleep_level:
-        core.executor.wake_up()
-        core._sleep_level = 0
+PARTS = ("weights", "kv_cache")  # what can be woken alone
+
+
+def wake_up(core: EngineCore, tags: list[str] | None = None) -> bool:
+    """Bring weights and pool back, or those that `tags` name, and go on with what is queued once
+    both are there. Returns whether they are. Raises ValueError for another tag."""
+    wanted = frozenset(PARTS if tags is None else tags)
+    unknown = sorted(wanted - set(PARTS))
+    if unknown:
+        raise ValueError(f"tags must be among {', '.join(PARTS)}, got {unknown[0]!r}")
+    woken = wanted & core._asleep
+    if woken:
+        core.executor.wake_up("weights" in woken, "kv_cache" in woken)
+        core._asleep -= woken
+    if core._asleep:
+        return False
+    core._sleep_level = 0
     core.scheduler.resume()
+    return True

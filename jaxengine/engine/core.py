@@ -120,7 +120,8 @@ class EngineCore:
         # With the ranks that share its experts; None for an engine that steps alone.
         self.lockstep: Lockstep | None = make_lockstep(config, built.executor)
         self._grammars = Grammars(config, built.spec.vocab_size)
-        self._sleep_level = 0
+        self._sleep_level = 0  # 0: wholly awake
+        self._asleep: frozenset[str] = frozenset()  # what is not on the device (`controls.PARTS`)
         self._last_done = 0.0  # when the last result came; 0: there was no more to do
         self._profiler, self._figures = Profiler(config), StepFigures(work_model_of(config, built))
         self._outputs: list[EngineOutput] = []  # made outside of steps
@@ -414,7 +415,8 @@ class EngineCore:
             self._worker.respawn()
             if self._sleep_level:
                 self._worker.sleep(self._sleep_level)
-        elif not self._sleep_level:  # who sleeps has no state to lose
+                self._worker.wake_up("weights" not in self._asleep, "kv_cache" not in self._asleep)
+        elif not self._asleep:  # who sleeps has no state to lose
             self.executor.reset()
 
     # -- figures and calls ------------------------------------------------------------------

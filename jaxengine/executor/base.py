@@ -79,8 +79,8 @@ class Executor(Protocol):
         """Give device memory back: 1 keeps the weights in host memory, 2 drops them."""
         ...
 
-    def wake_up(self) -> None:
-        """Weights and an empty KV pool are on the device again."""
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """Weights and an empty KV pool are on the device again, or one of the two."""
         ...
 
     def stats(self) -> dict[str, float]: ...

@@ -109,8 +109,8 @@ class InlineExecutor:
     def sleep(self, level: int) -> None:
         self._runner.sleep(level)
 
-    def wake_up(self) -> None:
-        self._runner.wake_up()
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
+        self._runner.wake_up(weights, kv_cache)
 
     def stats(self) -> dict[str, float]:
         programs = self._runner.programs

@@ -77,7 +77,7 @@ class ShardRunner(AroundRunner):
         """Raises ValueError."""
         raise ValueError("ranks that share experts cannot sleep")
 
-    def wake_up(self) -> None:
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
         """They never sleep."""
 
     def close(self) -> None:

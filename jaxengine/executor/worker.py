@@ -343,8 +343,8 @@ class WorkerExecutor:
     def sleep(self, level: int) -> None:
         self._call("sleep", None, level)
 
-    def wake_up(self) -> None:
-        self._call("wake_up", None)
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
+        self._call("wake_up", None, weights, kv_cache)
 
     def wait_warm(self) -> None:
         self._call("wait_warm", None)

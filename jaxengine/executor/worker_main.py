@@ -256,7 +256,7 @@ class _Worker:
             self._executor.sleep(*args)
             self._moving = 0
         elif method == "wake_up":
-            self._executor.wake_up()
+            self._executor.wake_up(*map(bool, args))
         elif method == "wait_warm":
             self._executor.wait_warm()
         else:

@@ -217,15 +217,20 @@ class ModelRunner:
             self.params = {}
         self._head = {}
 
-    def wake_up(self) -> None:
-        """Parameters and an empty pool are back on the device."""
-        if self.params:
-            self.params = jax.tree.map(jax.device_put, self.params, self._shardings)
-        else:
-            self.params = self._reload()
-        self._head = head_params(self.params)
-        self._drafts.wake_up(self.params)
-        self.reset()
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """Parameters and an empty pool are back on the device, or one of the two."""
+        if weights:
+            if self.params:
+                self.params = jax.tree.map(jax.device_put, self.params, self._shardings)
+            else:
+                self.params = self._reload()
+            self._head = head_params(self.params)
+            self._drafts.wake_up(self.params)
+        if kv_cache:
+            self._state = None
+            self._state = new_state(self._shapes)
+        if self._head and self._state is not None:
+            self.reset()
 
 
 def _result(rows: np.ndarray[Any, Any], want_logprobs: bool) -> StepResult:

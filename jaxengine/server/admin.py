@@ -3,11 +3,14 @@ key."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any
+import json
+import re
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.routing import APIRoute
 
 import jaxengine
@@ -19,12 +22,19 @@ from jaxengine.server.state import engine_of, state_of
 router = APIRouter()
 
 Answer = dict[str, Any]
+_PARTS = ("weights", "kv_cache")  # what can be woken alone
 
 
-@router.post("/reset_prefix_cache", responses=answers(413, 503))
-async def reset_prefix_cache(request: Request) -> Answer:
-    """Forget all cached prefixes; {"success": false} when some are in use."""
-    return {"success": await engine_of(request).reset_prefix_cache()}
+@router.post("/reset_prefix_cache", responses=answers(400, 413, 503))
+async def reset_prefix_cache(
+    request: Request, reset_running_requests: bool = False, reset_external: bool = False
+) -> Answer:
+    """Forget all cached prefixes; {"success": false} when some are in use. With
+    `reset_running_requests` none are: what runs starts over for it."""
+    if reset_external:
+        text = "reset_external is not supported: the tiers of KV offload keep their blocks"
+        raise ApiError(400, text, param="reset_external", code="unsupported")
+    return {"success": await engine_of(request).reset_prefix_cache(reset_running_requests)}
 
 
 @router.post("/pause", responses=answers(400, 413, 503))
@@ -48,20 +58,27 @@ async def is_paused(request: Request) -> Answer:
 
 
 @router.post("/sleep", responses=answers(400, 413, 503))
-async def sleep(request: Request, level: int = 1) -> Answer:
-    """End what runs and give the device's memory back: level 1 keeps the weights in host memory,
-    level 2 drops them too. Requests wait until /wake_up."""
+async def sleep(request: Request, level: int = 1, mode: str = "abort") -> Answer:
+    """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them
+    too. `mode`: abort what runs, wait for it, or keep it to go on with. Requests wait until
+    /wake_up."""
     if level not in (1, 2):
         raise ApiError(400, f"level must be 1 or 2, got {level}", param="level")
-    await engine_of(request).sleep(level)
+    await engine_of(request).sleep(level, _pause_mode(mode))
     return {"status": "sleeping"}
 
 
-@router.post("/wake_up", responses=answers(413, 503))
-async def wake_up(request: Request) -> Answer:
-    """Undo /sleep. Answers when requests are served again."""
-    await engine_of(request).wake_up()
-    return {"status": "awake"}
+@router.post("/wake_up", responses=answers(400, 413, 503))
+async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Answer:
+    """Undo /sleep, or of it what `tags` name: weights, kv_cache. Answers when it is done; requests
+    are served again when both are there ({"status": "awake"})."""
+    for tag in tags or ():
+        if tag not in _PARTS:
+            text = f"tags must be among {', '.join(_PARTS)}, got {tag!r:.60}"
+            raise ApiError(400, text, param="tags")
+    awake = await engine_of(request).wake_up(tags)
+    answer: Answer = {"status": "awake" if awake else "sleeping"}
+    return answer if tags is None else {**answer, "tags": tags}
 
 
 @router.get("/is_sleeping", responses=answers(503))
@@ -71,11 +88,8 @@ async def is_sleeping(request: Request) -> Answer:
 
 @router.get("/server_info", responses=answers(503))
 async def server_info(request: Request) -> Answer:
-    """Version, settings (without the keys), and what the engine says of itself."""
-    config = dataclasses.asdict(state_of(request).config)
-    for name in ("api_key", "admin_api_key"):
-        if config["server"][name] is not None:
-            config["server"][name] = "***"
+    """Version, settings (without what is secret), and what the engine says of itself."""
+    config = without_secrets(dataclasses.asdict(state_of(request).config))
     engine = engine_of(request)
     return {
         "version": jaxengine.__version__,
@@ -83,6 +97,35 @@ async def server_info(request: Request) -> Answer:
         "engine": msgspec.structs.asdict(engine.ready),
         "stats": msgspec.structs.asdict(engine.stats),
     }
+
+
+# A text whose name has one of these words is shown to nobody, nor are options of others, which have
+# names of their own.
+_SECRET = frozenset(
+    ("authorization", "credential", "credentials", "key", "keys", "password", "secret", "token")
+)
+_OPTIONS = ("object_store_options",)
+_MASK = "***"
+_CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Settings with keys, passwords and the credentials in URLs masked. JSON settings that were
+    given as text are shown as objects, so that nothing hides in them."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, dict):
+        if name in _OPTIONS:
+            return dict.fromkeys(value, _MASK)
+        return {k: without_secrets(v, str(k)) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item, name) for item in value]
+    if not isinstance(value, str):
+        return value
+    if _SECRET & set(re.split(r"[^a-z]+", name.lower())) and not name.endswith("_file"):
+        return _MASK
+    return _CREDENTIALS.sub(rf"\1{_MASK}@", value)
 
 
 @router.post("/start_profile", responses=answers(400, 413, 503))
