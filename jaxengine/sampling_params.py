@@ -19,6 +19,16 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ValueError unless there is one constraint."""
+        names = self.__struct_fields__
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            got = ", ".join(given) or "none"
+            raise ValueError(
+                f"structured_outputs needs exactly one of {', '.join(names)}; got {got}"
+            )
+
 
 class ThinkingBudget(msgspec.Struct, array_like=True, frozen=True):
     """What an engine is told. The thought begins with the answer (`inside`) or with `begin`, and
@@ -40,7 +50,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `temperature` 0 (or below 1e-5) is greedy. `top_k` 0 or -1 is off. `max_tokens` None means
     up to the context limit. `thinking_token_budget` N ends the model's thoughts after N tokens; it
     needs a reasoning parser. `logprobs` N returns the N best and the sampled token.
-    Validation lives in `jaxengine.frontend.validation` (every face calls it at the door).
+
+    A value that no model could be asked for raises RequestError, a ValueError, when the object is
+    made; what depends on the model is checked with the request (`jaxengine.frontend.validation`).
     """
 
     n: int = 1
@@ -72,6 +84,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     truncation_side: str | None = None  # "left" (the default): the last tokens stay; "right"
     skip_reading_prefix_cache: bool | None = None
     stream_interval: int | None = None  # tokens in a chunk, where that is more than the server's
+
+    def __post_init__(self) -> None:
+        from jaxengine.frontend.validation import check_values
+
+        check_values(self)
 
     @property
     def stop_strings(self) -> list[str]:

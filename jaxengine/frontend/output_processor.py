@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from jaxengine.frontend.sequence import Completion
 from jaxengine.frontend.stop import StopChecker
 
 if TYPE_CHECKING:
+    from jaxengine.frontend.reasoning import AnswerGate
     from jaxengine.frontend.tokenizer import Tokenizer
 
 
@@ -63,7 +64,8 @@ class OutputProcessor:
         if taken:
             raise ValueError(f"request id {taken[0]!r} is in use")
         completions = {
-            r.request_id: self._completion(i, r) for i, r in enumerate(processed.requests)
+            r.request_id: self._completion(i, r, processed.gate)
+            for i, r in enumerate(processed.requests)
         }
         request = _Request(
             processed, kind, RequestMetrics(processed.arrival_time), completions, len(completions)
@@ -182,7 +184,9 @@ class OutputProcessor:
         ids = request.processed.prompt_token_ids
         return prompt_logprobs(output.prompt_logprobs, count, self._texts, ids)
 
-    def _completion(self, index: int, request: EngineRequest) -> Completion:
+    def _completion(
+        self, index: int, request: EngineRequest, gate: Callable[[], AnswerGate] | None
+    ) -> Completion:
         params = request.params
         words = params.stop_strings
         detokenizer = None
@@ -194,6 +198,8 @@ class OutputProcessor:
             index=index,
             detokenizer=detokenizer,
             stops=StopChecker(words, params.include_stop_str_in_output) if words else None,
+            gate=gate() if words and gate is not None else None,
+            in_answer=gate is None,
             stop_ids={self._specials[w]: w for w in words if w in self._specials},
             silent_ids=frozenset((*request.eos_token_ids, *(params.stop_token_ids or ()))),
             include_stop=params.include_stop_str_in_output,

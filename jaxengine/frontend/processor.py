@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
+from msgspec.structs import force_setattr
 
 from jaxengine.engine.messages import EngineRequest
 from jaxengine.frontend.grammars import GrammarChecks
@@ -30,14 +31,18 @@ from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.slot_record import MAX_BAD_WORD_LEN
 
 if TYPE_CHECKING:
+    from jaxengine.frontend.reasoning import AnswerGate
     from jaxengine.frontend.tokenizer import Tokenizer
     from jaxengine.structured import Spec
 
 # text, token ids, or {"prompt": text, "prompt_token_ids": ids, "cache_salt": text,
 # "add_special_tokens": bool, "thinking": whether an answer to it begins "inside" a thought, "maybe"
-# or "outside"}
+# or "outside", "gate": makes what tells the answer from the thoughts (`reasoning.AnswerGate`)}
 Prompt = str | list[int] | Mapping[str, Any]
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "thinking")
+_PROMPT_KEYS = (
+    *("prompt", "prompt_token_ids", "cache_salt"),
+    *("add_special_tokens", "thinking", "gate"),
+)
 # Keys of vLLM's prompts for what is not served: None and empty ask for nothing.
 _NOT_SERVED = (
     "multi_modal_data",
@@ -66,6 +71,7 @@ class ProcessedRequest:
     requests: list[EngineRequest]
     arrival_time: float  # seconds since the epoch
     grammar: Spec | None = None
+    gate: Callable[[], AnswerGate] | None = None  # None: all text is answer
 
 
 def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
@@ -187,7 +193,8 @@ class InputProcessor:
         ]
         if grammar is not None and check_grammar:
             self.grammars.check(grammar)
-        return ProcessedRequest(request_id, text, ids, checked, requests, arrival, grammar)
+        gate = prompt.get("gate") if isinstance(prompt, Mapping) else None
+        return ProcessedRequest(request_id, text, ids, checked, requests, arrival, grammar, gate)
 
     def _prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
         keep, right = params.truncate_prompt_tokens, params.truncation_side == "right"
@@ -271,8 +278,11 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     if params.n == 1:
         return params
-    seed = None if params.seed is None else (params.seed + index) % 2**64
-    child = replace(params, n=1, seed=seed)
-    if index and child.prompt_logprobs is not None:
-        child = replace(child, prompt_logprobs=None, skip_reading_prefix_cache=False)
+    child = copy(params)  # not `replace`, which would check all of it again
+    force_setattr(child, "n", 1)
+    if params.seed is not None:
+        force_setattr(child, "seed", (params.seed + index) % 2**64)
+    if index and params.prompt_logprobs is not None:
+        force_setattr(child, "prompt_logprobs", None)
+        force_setattr(child, "skip_reading_prefix_cache", False)
     return child

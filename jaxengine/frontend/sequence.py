@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from jaxengine.engine.messages import EngineOutput
 from jaxengine.frontend.detokenizer import Detokenizer
 from jaxengine.frontend.logprobs import PositionLogprobs, TokenTexts, position_logprobs
 from jaxengine.frontend.outputs import CompletionOutput
 from jaxengine.frontend.stop import StopChecker
+
+if TYPE_CHECKING:
+    from jaxengine.frontend.reasoning import AnswerGate
 
 _CONTEXT = 4
 
@@ -29,6 +33,8 @@ class Completion:
     texts: TokenTexts
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    gate: AnswerGate | None = None  # stop strings count in the answer alone, not in thoughts
+    in_answer: bool = True  # the latest text is answer; kept with a gate
     logprobs: list[PositionLogprobs] | None = None
     cumulative_logprob: float | None = None
     num_tokens: int = 0
@@ -70,8 +76,7 @@ class Completion:
         if self.stops is None:
             self.text.append(text)
             return
-        released, matched = self.stops.push(text, search=self.num_tokens > self.min_tokens)
-        self.text.append(released)
+        matched = self._search(text, self.num_tokens > self.min_tokens, ended=True)
         if matched is None:
             self.text.append(self.stops.flush())
         elif reason in ("stop", "length"):
@@ -123,24 +128,36 @@ class Completion:
             return len(ids), None
         for at, token_id in enumerate(ids):
             search = self.num_tokens + at + 1 > self.min_tokens
-            stop = self.stop_ids.get(token_id) if search else None
+            stop = self.stop_ids.get(token_id) if search and self.in_answer else None
             if stop is not None:
                 return at + 1, self._stop_at_special(stop)
             if silent and at == len(ids) - 1:
                 break
-            released, matched = stops.push(detokenizer.push((token_id,)), search=search)
-            if released:
-                self.text.append(released)
+            matched = self._search(detokenizer.push((token_id,)), search)
             if matched is not None:
                 return at + 1, matched
         return len(ids), None
+
+    def _search(self, text: str, search: bool, ended: bool = False) -> str | None:
+        """Give out new text, up to a stop string in the answer, which is returned."""
+        assert self.stops is not None
+        pieces = [(text, True)]
+        if self.gate is not None:
+            pieces = self.gate.push(text) if text else []
+            pieces += self.gate.flush() if ended else []
+        for piece, self.in_answer in pieces:
+            released, matched = self.stops.push(piece, search=search and self.in_answer)
+            if released:
+                self.text.append(released)
+            if matched is not None:
+                return matched
+        return None
 
     def _stop_at_special(self, stop: str) -> str:
         """A special token named as a stop string: it has no text to be found in. What was still
         unfinished before it may hold another stop string, which then came first."""
         assert self.detokenizer is not None and self.stops is not None
-        released, earlier = self.stops.push(self.detokenizer.flush())
-        self.text.append(released)
+        earlier = self._search(self.detokenizer.flush(), True, ended=True)
         if earlier is not None:
             return earlier
         self.text.append(self.stops.flush())

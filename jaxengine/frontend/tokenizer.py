@@ -58,15 +58,19 @@ class Tokenizer:
     eos_token: str | None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Text of special tokens in `text` becomes their ids, as usual."""
-        ids: list[int] = self.tk.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids. Text of special tokens in `text` becomes their ids, as usual.
+
+        Other threads run meanwhile: of the library's calls the batched ones give up the GIL.
+        """
+        [made] = self.tk.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = made.ids
         doubled = add_special_tokens and self.add_bos and ids[:2] == [self.bos_id] * 2
         return ids[1:] if doubled else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the ids; ids outside the vocabulary give nothing."""
-        text: str = self.tk.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        """Text of the ids; ids outside the vocabulary give nothing. Other threads run meanwhile."""
+        [text] = self.tk.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token with its leading space; "" outside the vocabulary."""

@@ -166,6 +166,21 @@ def check_params(params: SamplingParams, limits: Limits) -> SamplingParams:
     "prompt_logprobs asked". `max_tokens` None stays: the prompt's length decides it
     (`fit_to_context`).
     """
+    return replace(params, **_checked(params, limits))
+
+
+# What can be said of parameters before the model is known.
+_ANY_MODEL = Limits(max_model_len=2**63, vocab_size=2**63, max_logprobs=-1)
+
+
+def check_values(params: SamplingParams) -> None:
+    """RequestError for a value that no model could be asked for. SamplingParams calls it when it is
+    made."""
+    _checked(params, _ANY_MODEL)
+
+
+def _checked(params: SamplingParams, limits: Limits) -> dict[str, Any]:
+    """The fields that `check_params` changes."""
     vocab = limits.vocab_size
     changes: dict[str, Any] = {
         "n": check_int("n", params.n, 1, MAX_N),
@@ -240,7 +255,7 @@ def check_params(params: SamplingParams, limits: Limits) -> SamplingParams:
         changes["skip_reading_prefix_cache"] = params.prompt_logprobs is not None
     elif not isinstance(skip_cache, bool):
         raise RequestError("skip_reading_prefix_cache", "skip_reading_prefix_cache must be a bool")
-    return replace(params, **changes)
+    return changes
 
 
 def fit_to_context(params: SamplingParams, prompt_len: int, limits: Limits) -> SamplingParams:

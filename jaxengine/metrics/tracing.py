@@ -78,6 +78,7 @@ class Tracer:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
         if exporter is None:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -85,7 +86,10 @@ class Tracer:
             exporter = OTLPSpanExporter(traces_url(endpoint), timeout=5)
         name = os.environ.get("OTEL_SERVICE_NAME", "jaxengine")
         resource = Resource.create({"service.name": name})
-        self._provider = TracerProvider(resource=resource)
+        # A client's traceparent says what its span belongs to, not whether there is one; what
+        # OTEL_TRACES_SAMPLER says is the operator's word.
+        sampler = None if "OTEL_TRACES_SAMPLER" in os.environ else ALWAYS_ON
+        self._provider = TracerProvider(sampler=sampler, resource=resource)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("jaxengine")
 

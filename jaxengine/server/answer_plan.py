@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
 from jaxengine.engine.async_llm import AsyncLLM
-from jaxengine.frontend.reasoning import FINAL, Start, thinking_start
+from jaxengine.frontend.reasoning import FINAL, AnswerGate, Start, thinking_start
 from jaxengine.frontend.tokenizer import Tokenizer
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answers import Style, is_harmony, make_parser, markers
@@ -25,6 +26,7 @@ class AnswerPlan:
     prompt: str  # may begin the answer
     style: Style
     thinking: Start  # where the answer begins, seen from the model's thoughts
+    gate: Callable[[], AnswerGate] | None  # tells the answer from the thoughts; None: no thoughts
 
 
 def plan_answer(
@@ -83,7 +85,12 @@ def plan_answer(
         one_call=not tools.parallel,
         short_ids=config.tool_call_parser == "mistral",
     )
-    return AnswerPlan(params, prompt, style, thinking or start)
+    begins = thinking or start
+    gate = None
+    if config.reasoning_parser is not None and (begins != "outside" or is_harmony(config)):
+        found = tools.tools if tools.mode == "auto" else ()
+        gate = partial(AnswerGate, config.reasoning_parser, begins, config.tool_call_parser, found)
+    return AnswerPlan(params, prompt, style, begins, gate)
 
 
 def _token_ids(tokenizer: Tokenizer) -> Callable[[str], int | None]:

@@ -14,6 +14,7 @@ from jaxengine.server import (
     basic,
     chat,
     completions,
+    docs_page,
     embeddings,
     errors,
     fault,
@@ -34,8 +35,8 @@ def build_app(engine: AsyncLLM | None, config: EngineConfig) -> FastAPI:
     app = FastAPI(
         title="jaxengine",
         version=jaxengine.__version__,
-        docs_url=None if hidden else "/docs",
-        redoc_url=None if hidden else "/redoc",
+        docs_url=None,
+        redoc_url=None,
         openapi_url=None if hidden else "/openapi.json",
     )
     app.state.server = ServerState(config, engine)
@@ -53,6 +54,8 @@ def build_app(engine: AsyncLLM | None, config: EngineConfig) -> FastAPI:
     app.include_router(anthropic_messages.router)
     if config.fault.enable_fault_tolerance:
         app.include_router(fault.router)
+    if not hidden:
+        docs_page.install(app)
     keys = keys_of(config.server)
     openapi.install(app, lambda path: needs_key(keys, path))
     app.add_middleware(Gate, config=config.server, keys=keys)

@@ -196,16 +196,17 @@ async def _admit(
     call: _Call, engine: AsyncLLM, placement: Placement
 ) -> tuple[_Call, list[RequestStream]]:
     body = call.body
-    text, thinking = await render(body, engine, call.tools.shown), None
+    text = await render(body, engine, call.tools.shown)
+    thinking, gate = None, None
     if reads_answers(engine.config.server, call.tools):
         plan = await off_loop(
             500 * len(call.tools.tools),
             lambda: plan_answer(body, call.params, call.tools, text, engine),
         )
         call = replace(call, params=plan.params, style=plan.style)
-        text, thinking = plan.prompt, plan.thinking
+        text, thinking, gate = plan.prompt, plan.thinking, plan.gate
     special = bool(body.add_special_tokens)
-    prompt = {"prompt": text, "add_special_tokens": special, "thinking": thinking}
+    prompt = {"prompt": text, "add_special_tokens": special, "thinking": thinking, "gate": gate}
     try:
         return call, await admit(engine, [prompt], call.params, call.id, body, placement)
     except RequestError as error:  # the client wrote messages and top_logprobs

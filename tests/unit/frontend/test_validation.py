@@ -176,13 +176,10 @@ def test_priority_and_cache_salt() -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        (StructuredOutputsParams(), "structured_outputs"),
-        (StructuredOutputsParams(regex="a", json={}), "structured_outputs"),
         (StructuredOutputsParams(choice=[]), "structured_outputs.choice"),
         (StructuredOutputsParams(regex=""), "structured_outputs.regex"),
         (StructuredOutputsParams(json="{"), "structured_outputs.json"),
         (StructuredOutputsParams(json='{"extends": {}}'), "structured_outputs.json"),
-        (StructuredOutputsParams(json_object=False), "structured_outputs"),
         ({"regex": "a"}, "structured_outputs"),
     ],
 )
@@ -190,6 +187,40 @@ def test_bad_constraints_are_named(asked: Any, named: str) -> None:
     with pytest.raises(RequestError, match=f"^{named} ") as caught:
         check_structured_outputs(SamplingParams(structured_outputs=asked))
     assert caught.value.field == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [({}, "none"), ({"regex": "a", "json": "{}"}, "json, regex"), ({"json_object": False}, "none")],
+)
+def test_a_constraint_is_one(given: dict[str, Any], got: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^structured_outputs needs exactly one of .*; got {got}$"
+    ):
+        StructuredOutputsParams(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": -1},
+        {"max_tokens": 2**63},
+        {"max_tokens": 10**400},
+        {"max_tokens": 1e30},
+        {"n": 0},
+        {"top_p": 2},
+        {"stop": 5},
+        {"stop": "x" * 1025},
+        {"logit_bias": {-1: 1}},
+        {"truncation_side": "middle"},
+    ],
+    ids=str,
+)
+def test_parameters_are_checked_when_they_are_made(given: dict[str, Any]) -> None:
+    [name] = given
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**given)
+    assert caught.value.field == name and len(str(caught.value)) < 200
 
 
 def test_constraints() -> None:
