@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,19 +10,6 @@ from testdata import NOT_HERE
 
 if TYPE_CHECKING:
     from jaxengine.config import EngineConfig
-
-
-HERE = Path(__file__).parent
-# Processes, signals and time-outs: a machine that stands still for a second fails such a test.
-TIMED = ("faults", "server", "unit/fault", "unit/dp", "unit/executor")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What fails among these runs once more, and is named at the end; a fault fails twice."""
-    folders = [HERE / name for name in TIMED]
-    for item in items:
-        if any(folder in item.path.parents for folder in folders):
-            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
