@@ -101,7 +101,8 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.is_alive()
+        """One that was given up is not, though its end may take a moment."""
+        return self._process is not None and self._lost is None and self._process.is_alive()
 
     @property
     def pid(self) -> int | None:

@@ -69,8 +69,10 @@ async def test_who_is_given_up_is_not_waited_for(client: EngineClient) -> None:
         client._output = socket
         receiving = asyncio.create_task(client.receive())
         await asyncio.sleep(0)
+        assert client.alive
         why = EngineDeadError("it said nothing", "EngineSilent")
         client.give_up(why)
         with pytest.raises(EngineDeadError) as raised:
             await asyncio.wait_for(receiving, 20)
     assert raised.value is why and process.told == ["kill"]
+    assert process.is_alive() and not client.alive  # no order is sent there
