@@ -273,7 +273,7 @@ def test_an_exit_is_no_fault(start: Callable[..., Engine], error: BaseException)
     engine = start()
     engine.core.fail = error
     engine.add("x")
-    engine.thread.join(5)
+    engine.thread.join(60)
     assert not engine.thread.is_alive()
     assert engine.died_of is error
     assert engine.states == ["healthy"] and engine.core.faults == 0
