@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from copy import copy
 from typing import Literal, NamedTuple
 
 from jaxengine.frontend.tools.base import first_of, held, pieces
+from jaxengine.frontend.tools.nesting import Nesting
 from jaxengine.frontend.tools.schema import Tools
 
 MESSAGE, CHANNEL, START = "<|message|>", "<|channel|>", "<|start|>"
@@ -24,6 +26,7 @@ _HEADER_PARTS = re.compile(
     r"<\|constrain\|>\s*\w*|\bto\s*=\s*[\"']?[\w.\-:/]+[\"']?|<\|(?:\w*\|?)?\Z"
 )
 _LONGEST = 128  # characters of a header without marks
+_LONGEST_HEADER = 1000
 
 Kind = Literal["reasoning", "content", "arguments", "mark"]
 
@@ -49,6 +52,10 @@ class Channels:
         self._fresh = not inside  # nothing of the header has come yet
         self._name = ""  # of a function, if the message begins like arguments
         self._sure = True  # it is a call however it begins
+        self._object = Nesting("")  # of the arguments so far
+        # of those from here on, if a mark in a string is text; and how far that was looked at
+        self._ahead: Nesting | None = None
+        self._seen = 0
         self._opened = ""  # the mark that will be given out with that name
         self._buffer = ""
         self._final = False
@@ -90,7 +97,7 @@ class Channels:
         return self._header() if self._kind is None else self._body()
 
     def _header(self) -> bool:
-        text = self._buffer
+        text = self._buffer[:_LONGEST_HEADER]
         if not text:
             return False
         if self._fresh and not self._may_be_header(text):
@@ -101,16 +108,19 @@ class Channels:
         start = text.find(START, len(START))
         brace = text.find("{")
         if 0 <= start and (start < at or at < 0) and text[:start].strip():
-            return self._free_text(start)
-        if 0 <= brace and (brace < at or at < 0) and self._recipient(text[:brace]):
-            return self._begin(text[:brace], brace)
-        if at < 0:
+            self._free_text(start)
+        elif 0 <= brace and (brace < at or at < 0) and self._recipient(text[:brace]):
+            self._begin(text[:brace], brace)
+        elif at < 0 and len(text) < _LONGEST_HEADER:
             return False
-        if mark != MESSAGE:
+        elif at < 0:  # the message has begun without its mark
+            self._kind = self._free_text(len(text))
+        elif mark != MESSAGE:
             self._free_text(at)
             self._give("mark", len(mark))
-            return True
-        return self._begin(text[:at], at + len(mark))
+        else:
+            self._begin(text[:at], at + len(mark))
+        return True
 
     def _may_be_header(self, text: str) -> bool:
         """Whether the answer, or what follows a message, begins with a header."""
@@ -134,7 +144,7 @@ class Channels:
         bare = _BARE_TO.search(header)
         return self._tools.find(bare[1]) if bare is not None else None
 
-    def _begin(self, header: str, size: int) -> bool:
+    def _begin(self, header: str, size: int) -> None:
         """A message begins behind so many characters."""
         recipient = self._recipient(header)
         channels = _NAMED.findall(header)
@@ -145,11 +155,10 @@ class Channels:
             self._sure = channel not in ("analysis", "final")
             self._kind = "content" if channel == "final" else "reasoning"
             self._opened, self._buffer = self._buffer[:size], self._buffer[size:]
-            return True
+            return
         reasoning = channel == "analysis" or (recipient is not None and channel != "final")
         self._kind = "reasoning" if reasoning else "content"
         self._give("mark", size)
-        return True
 
     def _first_of_body(self) -> bool:
         text = self._buffer.lstrip()
@@ -162,15 +171,43 @@ class Channels:
         name, self._name = self._name, ""
         self._out.append(Piece("mark", self._opened, name if is_call else ""))
         if is_call:
-            self._kind = "arguments"
+            self._kind, self._object = "arguments", Nesting("")
 
     def _body(self) -> bool:
         assert self._kind is not None
         at, mark = first_of(self._buffer, _ENDS)
+        ready = at if at >= 0 else len(self._buffer) - held(self._buffer, _ENDS)
+        if self._kind == "arguments":
+            for char in self._buffer[:ready]:
+                self._object.take(char)
+            if at >= 0 and self._object.in_string:
+                self._give(self._kind, at)
+                return self._mark_in_string(mark)
+        self._give(self._kind, ready)
         if at < 0:
-            self._give(self._kind, len(self._buffer) - held(self._buffer, _ENDS))
             return False
-        self._give(self._kind, at)
+        return self._end_body(mark)
+
+    def _mark_in_string(self, mark: str) -> bool:
+        """A mark in an open string of arguments is text if that string is closed and the next
+        header does not come before."""
+        text = self._buffer
+        if self._ahead is None:
+            self._ahead, self._seen = copy(self._object), 0
+        start = text.find(MESSAGE, max(0, self._seen - len(MESSAGE)))
+        end = len(text) if start < 0 else start
+        for at in range(self._seen, end):
+            if not self._ahead.take(text[at]):
+                self._object, self._ahead = self._ahead, None
+                self._give("arguments", at + 1)
+                return True
+        self._seen = end
+        if start < 0 and not self._final:
+            return False
+        self._ahead = None
+        return self._end_body(mark)
+
+    def _end_body(self, mark: str) -> bool:
         if mark in _CLOSE:
             self._give("mark", len(mark))
         else:  # it opens the next header
@@ -178,14 +215,15 @@ class Channels:
         self._kind, self._fresh = None, True
         return True
 
-    def _free_text(self, size: int) -> bool:
-        """Of a header that leads to no message, whatever is not a part of headers."""
+    def _free_text(self, size: int) -> Kind:
+        """Of a header that leads to no message, whatever is not a part of headers; returns its
+        kind."""
         header = self._buffer[:size]
         text = _HEADER_PARTS.sub("", header).strip()
+        kind: Kind = "content" if _NAMED.findall(header)[-1:] == ["final"] else "reasoning"
         if not text or (self._final and _is_header(text)):
             self._give("mark", size)
         else:
-            kind: Kind = "content" if _NAMED.findall(header)[-1:] == ["final"] else "reasoning"
             at = 0
             for match in _HEADER_PARTS.finditer(header):
                 between = header[at : match.start()]
@@ -193,9 +231,8 @@ class Channels:
                 self._give("mark", len(match[0]))
                 at = match.end()
             self._give(kind if header[at:].strip() else "mark", size - at)
-            self._out.append(Piece("mark", ""))
         self._fresh = True
-        return True
+        return kind
 
 
 def _is_header(text: str) -> bool:

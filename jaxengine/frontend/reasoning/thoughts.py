@@ -11,7 +11,8 @@ BEGIN, END = "<think>", "</think>"
 Start = Literal["inside", "maybe", "outside"]
 Kind = Literal["thought", "answer", "tag"]
 
-_QUOTES = '`"'
+_QUOTES = {"`": "`", '"': '"', "'": "'", "“": "”", "‘": "’"}
+_CLOSERS = ("}", "]", "```")  # of calls without tags
 _LINE_BEGIN = 64
 _MAX_TRIED = 1 << 20  # characters that may be read again after they turned out to be no call
 
@@ -32,7 +33,8 @@ class Thoughts:
 
     With the `form` of calls, thoughts also end where an unmistakable call of one of the request's
     functions begins (then `interrupted`): behind its tag, or, in a format that works without tags,
-    as the last thing of the whole text. Between quotes or in a code block it is only talked about.
+    as the last thing of the whole text (no </think> comes any more). Between quotes or in a code
+    block it is only talked about.
     """
 
     def __init__(self, start: Start, form: Format | None = None) -> None:
@@ -43,15 +45,16 @@ class Thoughts:
         self._waiting: list[str] = []  # text behind it, the next piece last
         self._final = False
         self._out: list[Piece] = []
-        # of the thoughts so far: the last character, the beginning and the quotes of its line, in
-        # a code block or not, and whether the line before opened that
+        # of the thoughts so far: the last two characters, the beginning of the last line, in a
+        # code block or not, and whether the line before opened that
         self._last = ""
         self._line = ""
-        self._quotes = dict.fromkeys(_QUOTES, 0)
         self._block = self._opened = False
         self._candidate: Candidate | None = None  # for the text in `_held`
         self._trial: Calls | None = None  # likewise, of what must be the last thing
         self._events: list[Event] = []  # of the trial
+        self._tail = ""  # of its text
+        self._bare = ""  # what it begins with
         self._held: list[str] = []
         self._plain = 0  # so much of the buffer does not begin a last thing
         self._budget = _MAX_TRIED
@@ -68,9 +71,10 @@ class Thoughts:
         self._final = True
         self._run()
         while self._trial is not None:
-            events = self._events + self._trial.finish()
-            kinds = {event.kind for event in events}
-            if "call" in kinds and "content" not in kinds:
+            kinds = {event.kind for event in self._events + self._trial.finish()}
+            text = "".join(self._held).rstrip()
+            closed = END not in text or text.endswith(_CLOSERS)
+            if "call" in kinds and "content" not in kinds and closed:
                 self._interrupt()
             else:
                 self._no_last("")
@@ -107,24 +111,19 @@ class Thoughts:
             self._out.append(Piece(kind, text))
         if kind == "thought" and text:
             first, *others = text.split("\n")
-            self._on_line(first)
+            self._line = (self._line + first)[:_LINE_BEGIN]
             for line in others:
                 self._opened = self._line.strip().startswith("```")
                 self._block ^= self._opened
-                self._line, self._quotes = "", dict.fromkeys(_QUOTES, 0)
-                self._on_line(line)
-            self._last = text[-1]
-
-    def _on_line(self, text: str) -> None:
-        self._line = (self._line + text)[:_LINE_BEGIN]
-        for quote in _QUOTES:
-            self._quotes[quote] += text.count(quote)
+                self._line = line[:_LINE_BEGIN]
+            self._last = (self._last + text)[-2:]
 
     @property
     def _quote(self) -> str:
-        """The quote that opens right here."""
-        last = self._last
-        return last if last and last in _QUOTES and self._quotes[last] % 2 else ""
+        """The quote that closes the one that opens right here; "" without one."""
+        before, last = self._last[:-1], self._last[-1:]
+        opens = not before or before.isspace() or before in "([{:=,"
+        return _QUOTES.get(last, "") if opens else ""
 
     def _step(self) -> bool:
         """Go on as far as one state does; False when more text is needed."""
@@ -205,7 +204,8 @@ class Thoughts:
             self._give("thought", len(mark))
             return True
         else:
-            self._trial, self._events = Calls(form, thoughts=True), []
+            self._trial, self._events, self._tail = Calls(form, thoughts=True), [], ""
+            self._bare = mark
         self._held = []
         return True
 
@@ -213,7 +213,7 @@ class Thoughts:
         form = self._form
         if form is None or self._budget < 0:
             return (END,)
-        return (END, *(form.marks if form.last else form.tags))
+        return (END, *form.tags, *form.last)
 
     def _end(self) -> bool:
         """At a closing tag."""
@@ -252,7 +252,9 @@ class Thoughts:
         for at, char in enumerate(self._buffer):  # the place where it fails must be exact
             events = trial.feed(char)
             self._events += events
-            if any(event.kind == "content" for event in events):
+            self._tail = (self._tail + char)[-len(END) :]
+            over = self._tail == END and self._bare.startswith("<")
+            if over or any(event.kind == "content" for event in events):
                 self._held.append(self._buffer[: at + 1])
                 self._no_last(self._buffer[at + 1 :])
                 return True

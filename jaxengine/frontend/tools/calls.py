@@ -11,7 +11,7 @@ from jaxengine.frontend.tools.base import CallParser, Content, Event, first_of, 
 from jaxengine.frontend.tools.nesting import Nesting
 
 _LOOSE = " \t\r\n}]"  # between a call and its closing tag: models close a bracket too many
-_FENCE = "```"
+FENCE = "```"
 _OPEN_FENCE = re.compile(r"```\w{0,20}(?=\W)")
 _LONGEST_HEAD = 400  # characters of tags, fences and blanks before a call
 _MAX_CUTS = 16  # calls of an answer that may be found at its end to have ended earlier
@@ -36,12 +36,13 @@ class Format:
     reader: Callable[[str, Where], CallParser | None]
     between: str = ""  # characters between calls that are no text
     silent: bool = False  # a tag is no text even where no call follows
-    last: bool = False  # without a tag, the last thing of thoughts that are not closed is a call
+    # what begins a call without a tag if it is the last thing of thoughts that are not closed
+    last: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Where a call may begin."""
-        return (*self.tags, *self.bare, _FENCE)
+        return (*self.tags, *self.bare, FENCE)
 
 
 class Candidate:
@@ -118,9 +119,9 @@ class Candidate:
             elif fence is not None:
                 self.fenced = True
                 at = fence.end()
-            elif any(t.startswith(tail) for t in (*self._form.tags, _FENCE)):
+            elif any(t.startswith(tail) for t in (*self._form.tags, FENCE)):
                 return -1
-            elif tail.startswith(_FENCE) and re.fullmatch(r"```\w{0,20}", tail):
+            elif tail.startswith(FENCE) and re.fullmatch(r"```\w{0,20}", tail):
                 return -1
             else:
                 return at
@@ -264,13 +265,13 @@ class Calls:
         while True:
             blank = (_LOOSE if self._loose else " \t\r\n") + self.form.between
             self._buffer = self._buffer.lstrip(blank)
-            ends = (*self.form.ends, _FENCE) if self._call.fenced else self.form.ends
+            ends = (*self.form.ends, FENCE) if self._call.fenced else self.form.ends
             end = next((e for e in ends if self._buffer.startswith(e)), "")
             if not end:
                 break
             self._buffer = self._buffer[len(end) :]
             self._loose = False
-            self._call.fenced = self._call.fenced and end != _FENCE
+            self._call.fenced = self._call.fenced and end != FENCE
         if not self._buffer or any(e.startswith(self._buffer) for e in ends):
             return False
         self._state = "text"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from jaxengine.frontend.tools.base import CallParser, Parser
-from jaxengine.frontend.tools.calls import Calls, Format, Where
+from jaxengine.frontend.tools.calls import FENCE, Calls, Format, Where
 from jaxengine.frontend.tools.json_call import JsonCall, JsonCalls, Strictness
 from jaxengine.frontend.tools.marks import Marks
 from jaxengine.frontend.tools.schema import Tools
@@ -31,4 +31,5 @@ def llama3_json(tools: Tools) -> Parser:
             return JsonCalls(tools, strictness, MARKS)
         return XmlCall(tools, (), where) if first == "<" else None
 
-    return Calls(Format((PYTHON_TAG,), ("{", "[", FUNCTION), ENDS, reader, ";,", True, True))
+    bare = ("{", "[", FUNCTION)
+    return Calls(Format((PYTHON_TAG,), bare, ENDS, reader, ";,", True, (*bare, FENCE)))

@@ -14,35 +14,17 @@ from __future__ import annotations
 import re
 
 from jaxengine.frontend.tools.fit import fit_string, fit_word, quoted
+from jaxengine.frontend.tools.json_writer import CLOSERS, JsonWriter
 from jaxengine.frontend.tools.loose_string import CLOSER, LooseString, decoded, trailing_closers
 from jaxengine.frontend.tools.marks import NO_MARKS, Marks
 from jaxengine.frontend.tools.schema import ANY, Shape
-from jaxengine.frontend.tools.string_end import WINDOW, WORD_KEY, StringEnd
+from jaxengine.frontend.tools.string_end import QUOTES, WINDOW, WORD_KEY, StringEnd
 
-_BLANKS = " \t\r\n"
-_QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "`": "`"}
 _OPENER = {"}": "{", "]": "[", ")": "("}
-_SHOWN = {"{": "{", "[": "[", "(": "["}  # a tuple is a list
-_SHOWN_CLOSER = {"{": "}", "[": "]", "(": "]"}
 _WORD = re.compile(r"[^\s:=,{}\[\]()\"'<]{1,256}")
 _PREFIX = re.compile(r"[rRbBuUfF]{1,2}(?=[\"'])")  # of a Python string
 _LITERALS = ("true", "false", "null", "True", "False", "None")
-_MAX_DEPTH = 100  # deeper values go out as the text that they are: JSON readers have a limit
 _MAX_CUTS = 8  # strings that may be found to have ended earlier
-
-
-class _Frame:
-    """A container that is open."""
-
-    __slots__ = ("colon", "count", "gap", "key", "kind", "shape")
-
-    def __init__(self, kind: str, shape: Shape) -> None:
-        self.kind = kind
-        self.shape = shape
-        self.count = 0  # members given out
-        self.gap = ""  # blanks, and a comma, before the next member
-        self.key = ""  # of that member, as a JSON string
-        self.colon = ""
 
 
 class LooseJson:
@@ -59,7 +41,6 @@ class LooseJson:
     ) -> None:
         self.done = False
         self.rest = ""  # the text behind the value, once it is done
-        self._shape = shape
         self._inside = inside
         self._marks = marks
         self._first = marks.first
@@ -68,10 +49,7 @@ class LooseJson:
         self._text = ""
         self._at = 0
         self._final = False
-        self._out: list[str] = []
-        self._stack: list[_Frame] = []
-        self._open = {"{": 0, "[": 0, "(": 0}  # how many of each kind are in the stack
-        self._wrapped = 0  # depth at which a container goes out as a string; 0: none does
+        self._writer = JsonWriter(shape)
         self._state = "value"
         self._string: LooseString | None = None
         self._for_key = False
@@ -110,11 +88,7 @@ class LooseJson:
     def _given(self) -> str:
         if self._string is not None and not self.done:
             self._pass_string()
-        out, self._out = "".join(self._out), []
-        return out
-
-    def _emit(self, text: str) -> None:
-        self._out.append(quoted(text)[1:-1] if self._wrapped else text)
+        return self._writer.taken()
 
     def _run(self) -> None:
         while not self.done and self._step():
@@ -161,13 +135,8 @@ class LooseJson:
         text, start = self._text, self._at
         while self._at < len(text) and text[self._at].isspace():
             self._at += 1
-        if self._stack and self._at > start:
-            blanks = "".join(c if c in _BLANKS else " " for c in text[start : self._at])
-            frame = self._stack[-1]
-            if self._state == "colon" or (self._state == "value" and frame.kind == "{"):
-                frame.colon += blanks
-            else:
-                frame.gap += blanks
+        if self._at > start:
+            self._writer.blank(text[start : self._at], self._state in ("colon", "value"))
         return self._at < len(text)
 
     def _in_comment(self) -> bool:
@@ -185,7 +154,7 @@ class LooseJson:
         return self._marks.at(self._text, at, self._final)
 
     def _key(self, char: str) -> bool:
-        if char in _QUOTES:
+        if char in QUOTES:
             return self._begin_string(char, for_key=True)
         if char in _OPENER:
             return self._close(char)
@@ -199,33 +168,33 @@ class LooseJson:
         if match.end() == len(self._text) and not self._final and len(match[0]) < WINDOW:
             return False
         self._at = match.end()
-        self._stack[-1].key = quoted(match[0])
+        self._writer.frame.key = quoted(match[0])
         self._state = "colon"
         return True
 
     def _colon(self, char: str) -> bool:
-        frame = self._stack[-1]
+        frame = self._writer.frame
         if char in ":=":
             self._at += 1
             frame.colon += ":"
             self._state = "value"
         elif char == "," or char in _OPENER:  # no value: no member
             frame.colon, self._state = "", "next"
-        elif frame.key and char in "{[" or char in _QUOTES:
+        elif frame.key and char in "{[" or char in QUOTES:
             self._state = "value"
         else:  # a word that is no name of a member
             frame.colon, self._state = "", "next"
         return True
 
     def _next(self, char: str) -> bool:
-        frame = self._stack[-1]
+        frame = self._writer.frame
         if char in _OPENER:
             return self._close(char)
         if char == ",":
             self._at += 1
             if "," not in frame.gap:
                 frame.gap += ","
-        elif char in _QUOTES or ("," in frame.gap) or char in "{[(":
+        elif char in QUOTES or ("," in frame.gap) or char in "{[(":
             pass
         elif frame.kind == "{":
             match = WORD_KEY.match(self._text, self._at)
@@ -244,8 +213,8 @@ class LooseJson:
     def _close(self, char: str) -> bool:
         """For a closing bracket: those that are missing before it are closed too."""
         kind = _OPENER[char]
-        if self._open[kind]:
-            while self._pop() != kind:
+        if self._writer.open[kind]:
+            while self._writer.end() != kind:
                 continue
             self._at += 1
             self._closed()
@@ -260,72 +229,34 @@ class LooseJson:
             self._end_string()
         if self._word:
             self._end_word()
-        while self._stack:
-            self._pop()
+        while self._writer.stack:
+            self._writer.end()
         self.done = True
-
-    def _pop(self) -> str:
-        frame = self._stack.pop()
-        self._open[frame.kind] -= 1
-        self._emit(frame.gap.replace(",", ""))
-        self._emit(_SHOWN_CLOSER[frame.kind])
-        if self._wrapped == len(self._stack) + 1:
-            self._wrapped = 0
-            self._emit('"')
-        return frame.kind
 
     def _closed(self) -> None:
         """A value is complete."""
         self._state = "next"
-        self.done = not self._stack
+        self.done = not self._writer.stack
 
     # values
 
-    def _place(self) -> Shape:
-        if not self._stack:
-            return self._shape
-        frame = self._stack[-1]
-        if self._wrapped:
-            return ANY
-        return (
-            frame.shape.member(decoded(frame.key))
-            if frame.kind == "{"
-            else (frame.shape.item(frame.count))
-        )
-
-    def _lead(self) -> None:
-        """Give out what stands before a member: comma, blanks, name."""
-        if not self._stack:
-            return
-        frame = self._stack[-1]
-        gap = frame.gap
-        if frame.count and "," not in gap:
-            gap = f",{gap}" if gap else ", "
-        elif not frame.count:
-            gap = gap.replace(",", "")
-        frame.count += 1
-        frame.gap = ""
-        if frame.kind == "{":
-            colon = frame.colon if ":" in frame.colon else ": "
-            gap += frame.key + colon
-            frame.key = frame.colon = ""
-        self._emit(gap)
-
     def _value(self, char: str) -> bool:
-        if char in _QUOTES:
+        if char in QUOTES:
             return self._begin_string(char)
         if char in "{[" or (char == "(" and self._python):
-            self._begin_container(char)
+            self._writer.begin(char)
+            self._state = "key" if char == "{" else "value"
+            self._at += 1
             return True
         if char in ":=":
             self._at += 1
             return True
-        if self._stack and (char == "," or char in _OPENER):
-            if self._stack[-1].kind == "{":
-                self._stack[-1].colon = ""
+        if self._writer.stack and (char == "," or char in _OPENER):
+            if self._writer.frame.kind == "{":
+                self._writer.frame.colon = ""
             self._state = "next"
             return True
-        if not self._stack and (char == "," or char in _OPENER):
+        if not self._writer.stack and (char == "," or char in _OPENER):
             self.done = True
             return True
         if self._python:
@@ -338,21 +269,6 @@ class LooseJson:
         self._word, self._nest = [char], int(char == "(")
         self._at += 1
         return True
-
-    def _begin_container(self, char: str) -> None:
-        shape = self._place()
-        types = shape.types
-        self._lead()
-        kind = "object" if char == "{" else "array"
-        unfit = types is not None and kind not in types and "string" in types
-        self._stack.append(_Frame(char, shape))
-        self._open[char] += 1
-        if not self._wrapped and (unfit or len(self._stack) > _MAX_DEPTH):
-            self._emit('"')
-            self._wrapped = len(self._stack)
-        self._emit(_SHOWN[char])
-        self._state = "key" if char == "{" else "value"
-        self._at += 1
 
     def _in_word(self) -> bool:
         """Up to what ends it; it may have blanks in it."""
@@ -393,18 +309,16 @@ class LooseJson:
         word, self._word = "".join(self._word), []
         written = word.rstrip()
         if self._final and self._at == len(self._text):
-            written = _whole(written, self._place())
+            written = _whole(written, self._writer.place())
         if written.endswith(('"', "'")) and written[0] not in "\"'":
             written = written[:-1]  # its first quote is missing
         if written:
-            fitted = fit_word(written, self._place())
-            self._lead()
-            self._emit(fitted)
-        elif self._stack:
-            self._stack[-1].colon = ""
-        blanks = "".join(c if c in _BLANKS else " " for c in word[len(word.rstrip()) :])
-        if self._stack:
-            self._stack[-1].gap += blanks
+            fitted = fit_word(written, self._writer.place())
+            self._writer.lead()
+            self._writer.emit(fitted)
+        elif self._writer.stack:
+            self._writer.frame.colon = ""
+        self._writer.blank(word[len(word.rstrip()) :])
         self._closed()
         return True
 
@@ -412,7 +326,7 @@ class LooseJson:
 
     def _begin_string(self, char: str, for_key: bool = False, raw: bool = False) -> bool:
         text = self._text
-        quote = _QUOTES[char]
+        quote = QUOTES[char]
         three = text[self._at : self._at + 3]
         if char in "\"'" and not for_key:
             if len(three) < 3 and three == char * len(three) and not self._final:
@@ -420,14 +334,14 @@ class LooseJson:
             if three == char * 3:
                 quote = three
         self._at += len(quote)
-        types = None if for_key else self._place().types
-        stream = types is None or ("string" in types and not self._place().values)
+        types = None if for_key else self._writer.place().types
+        stream = types is None or ("string" in types and not self._writer.place().values)
         stream = stream and not for_key
         self._for_key = for_key
         self._string = LooseString(quote, self._first, self._python, raw, stream)
         if stream:
-            self._lead()
-            self._emit('"')
+            self._writer.lead()
+            self._writer.emit('"')
         return True
 
     def _in_string(self, string: LooseString) -> bool:
@@ -470,7 +384,7 @@ class LooseJson:
     def _pass_string(self) -> None:
         """Give out what is certain of a string that is still open."""
         if self._string is not None and self._string.stream:
-            self._emit(self._string.ready())
+            self._writer.emit(self._string.ready())
 
     def _end_string(self, trim: bool | None = None) -> None:
         """`trim`: the string was cut off, and closing brackets at its end are the call's."""
@@ -480,26 +394,26 @@ class LooseJson:
         text = string.end()
         if (cut or string.was_cut) and not self._for_key:
             closers = "".join(
-                _SHOWN_CLOSER[c] if c != "(" else ")"
-                for c in (self._inside + "".join(f.kind for f in self._stack))[::-1]
+                CLOSERS[c]
+                for c in (self._inside + "".join(f.kind for f in self._writer.stack))[::-1]
             )
             text = trailing_closers(text, closers)
         self._string = None
         if self._for_key:
-            self._stack[-1].key = f'"{text}"'
+            self._writer.frame.key = f'"{text}"'
             self._state = "colon"
             return
         if string.stream:
-            self._emit(text + '"')
+            self._writer.emit(text + '"')
         else:
             fitted = self._fitted(decoded(f'"{text}"'))
-            self._lead()
-            self._emit(f'"{text}"' if fitted is None else fitted)
+            self._writer.lead()
+            self._writer.emit(f'"{text}"' if fitted is None else fitted)
         self._closed()
 
     def _fitted(self, text: str) -> str | None:
         """A string where the schema wants something else, a container in a string too."""
-        shape = self._place()
+        shape = self._writer.place()
         inner = text.strip()
         kind = {"{": "object", "[": "array"}.get(inner[:1])
         if kind is not None and shape.types is not None and kind in shape.types:
@@ -509,8 +423,8 @@ class LooseJson:
 
     def _ends(self, at: int) -> bool | None:
         """Whether a quote before `at` ends its string; None when that is not known yet."""
-        kind = self._stack[-1].kind if self._stack else ""
-        depth = len(self._stack) + len(self._inside)
+        kind = self._writer.frame.kind if self._writer.stack else ""
+        depth = len(self._writer.stack) + len(self._inside)
         place = StringEnd(self._text, self._final, kind, self._inside[-1:], depth, self._marks)
         return place.ends(at)
 

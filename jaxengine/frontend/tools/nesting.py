@@ -4,26 +4,26 @@ from __future__ import annotations
 
 
 class Nesting:
-    """Inside of a string or container that began with the character `first`."""
+    """Inside of a string or container that began with the character `first`, if there is one."""
 
     def __init__(self, first: str) -> None:
-        self._in_string = first == '"'
+        self.in_string = first == '"'
         self._escaped = False
-        self._depth = 1 if first in "{[" else 0
+        self._depth = 1 if first and first in "{[" else 0
 
     def take(self, char: str) -> bool:
         """Whether the value goes on after this character."""
-        if self._in_string:
+        if self.in_string:
             if self._escaped:
                 self._escaped = False
             elif char == "\\":
                 self._escaped = True
             elif char == '"':
-                self._in_string = False
+                self.in_string = False
         elif char == '"':
-            self._in_string = True
+            self.in_string = True
         elif char in "{[":
             self._depth += 1
         elif char in "}]":
             self._depth -= 1
-        return self._in_string or self._depth > 0
+        return self.in_string or self._depth > 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from jaxengine.frontend.tools.base import CallParser, Event, Parser
-from jaxengine.frontend.tools.calls import Calls, Format, Where
+from jaxengine.frontend.tools.calls import FENCE, Calls, Format, Where
 from jaxengine.frontend.tools.fit import quoted
 from jaxengine.frontend.tools.loose_json import LooseJson
 from jaxengine.frontend.tools.marks import Marks
@@ -29,7 +29,7 @@ def pythonic(tools: Tools) -> Parser:
     def reader(first: str, where: Where) -> CallParser | None:
         return PythonCalls(tools) if first == "[" else None
 
-    return Calls(Format(TAGS, ("[",), ENDS, reader, silent=True, last=True))
+    return Calls(Format(TAGS, ("[",), ENDS, reader, silent=True, last=("[", FENCE)))
 
 
 class PythonCalls:

@@ -15,4 +15,4 @@ def qwen3(tools: Tools) -> Parser:
             return XmlCall(tools, (END,), where)
         return json(tools, first, where)
 
-    return Calls(Format((BEGIN,), ("{", FUNCTION), (END,), reader))
+    return Calls(Format((BEGIN,), ("{", FUNCTION), (END,), reader, last=(FUNCTION,)))

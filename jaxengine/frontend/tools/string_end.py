@@ -10,6 +10,7 @@ from jaxengine.frontend.tools.marks import Marks
 
 WINDOW = 256  # characters that a decision may wait for
 WORD_KEY = re.compile(r"(?:[^\W\d]|\$)[\w$\-]{0,63}\s{0,16}(?:[:=]|\Z)")
+QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "`": "`"}
 _CLOSERS = "}])"
 _LITERALS = ("true", "false", "null", "True", "False", "None")
 
@@ -45,7 +46,7 @@ class StringEnd:
             return self._continues(found + 1, top, limit)
         if char in _CLOSERS:
             return self._closes(found, limit)
-        if char in "\"'" and found > at and top == "{":
+        if char in QUOTES and found > at and top == "{":
             return self._is_key(found, limit)
         if char == "/" and found > at:
             two = self.text[found : found + 2]
@@ -79,9 +80,9 @@ class StringEnd:
         if char in _CLOSERS or char in ",/#":
             return True
         argument = top == "(" and not self.kind
-        if top == "{" and char in "\"'":
+        if top == "{" and char in QUOTES:
             return self._is_key(found, limit)
-        if top != "{" and (char in "\"'{[(-+." or char.isdecimal()):
+        if top != "{" and (char in QUOTES or char in "{[(-+." or char.isdecimal()):
             return True
         if top == "{" or argument:
             match = WORD_KEY.match(self.text, found)
@@ -99,7 +100,7 @@ class StringEnd:
 
     def _is_key(self, at: int, limit: int) -> bool | None:
         """Whether the quote at `at` begins the name of a member."""
-        text, quote = self.text, self.text[at]
+        text, quote = self.text, QUOTES[self.text[at]]
         at += 1
         while at < len(text) and at < limit and text[at] != quote:
             if text[at] == "\n":
@@ -128,7 +129,7 @@ class StringEnd:
             return True if self.final else None
         char = text[at]
         if count == self.depth:  # the call is over; a quote right here is one inside of the string
-            return char not in "\"'"
+            return char not in "\"'”’"
         mark = self._mark(at)
         if mark is not False:
             return mark

@@ -8,16 +8,18 @@ from typing import NamedTuple
 TOOL_CALL, TOOL_CALLED = "<tool_call>", "</tool_call>"
 FUNCTION = "<function"
 _NAMED = (
-    r"""\s*(?:=|\s\s*name\s*=)\s*(?:"([^"<>\n]{1,256})"|'([^'<>\n]{1,256})'|([^<>\n"'=]{1,256}?))"""
+    r"(?:[ \t]*=|[ \t]+name[ \t]*=)[ \t]*"
+    r"""(?:"([^"<>\n]{1,256})"|'([^'<>\n]{1,256})'|([^<>\n"'=]{1,256}?))[ \t\r]*"""
 )
 # ">" may be missing at the end of the line or before the next tag
-_FUNCTION = re.compile(rf"<function{_NAMED}\s*(?:>|(?=<)|(?<=\S)(?=\n))")
-_PARAMETER = re.compile(rf"<param(?:eter)?{_NAMED}\s*(?:>|(?=\n))")
+_FUNCTION = re.compile(rf"<function{_NAMED}(?:>|(?=[<\n]))")
+_PARAMETER = re.compile(rf"<param(?:eter)?{_NAMED}(?:>|(?=\n))")
 _FUNCTION_END = re.compile(r"</func\w{0,20}\s{0,20}[^<>\n]{0,64}>")
 _PARAMETER_END = re.compile(r"</param\w{0,20}\s{0,20}[^<>\n]{0,64}>")
 # what may still become one of them
 _BEGUN = re.compile(
-    r"<(?:function|param(?:eter)?)(?:\s*(?:=[^<>\n]{0,300})?|\s+(?:n|na|nam|name\s*(?:=[^<>\n]{0,300})?))"
+    r"<(?:function|param(?:eter)?)"
+    r"(?:[ \t]*(?:=[^<>\n]{0,300})?|[ \t]+(?:n|na|nam|name[ \t]*(?:=[^<>\n]{0,300})?))"
 )
 _END_BEGUN = re.compile(r"</(?:func|param)\w{0,20}\s{0,20}[^<>\n]{0,64}")
 _STARTS = ("<function", "<parameter", "</func", "</param", TOOL_CALL, TOOL_CALLED)

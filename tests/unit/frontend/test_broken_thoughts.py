@@ -79,6 +79,11 @@ THOUGHTS: list[tuple[str, str, Found]] = [
     ("hermes", "a `</think>`</think>`x`", [["reasoning", "a `</think>`"], ["content", "`x`"]]),
     ("hermes", 'say "hi"</think>"x"', [["reasoning", 'say "hi"'], ["content", '"x"']]),
     ("hermes", 'hm "</think>', [["reasoning", 'hm "']]),
+    (
+        "hermes",
+        "don't '</think>' it</think>x",
+        [["reasoning", "don't '</think>' it"], ["content", "x"]],
+    ),
 ]
 
 
@@ -131,6 +136,17 @@ HARMONY: list[tuple[str, Found]] = [
     (f"{TO_F}<|call|>", [["call", "f", "{}"]]),
     (f"{TO_F}x<|call|>", [F]),
     (f"{TO_F}{ARGS}{ARGS}<|call|>", [F, ["reasoning", ARGS]]),
+    *(
+        (
+            f'{TO_F}{{"a": "the {mark} mark"}}<|call|>',
+            [["call", "f", f'{{"a": "the {mark} mark"}}']],
+        )
+        for mark in ("<|call|>", "<|end|>", "<|start|>", "<|channel|>")
+    ),
+    (
+        f'{TO_F}{{"a": "x<|call|><|start|>assistant<|channel|>final<|message|>"}}',
+        [F, ["content", '"}']],
+    ),
     # what closes a message
     (f"{A}hm<|end|><|start|>assistant{TO_F}{ARGS}", [HM, F]),
     (f"{A}hm{TO_F}{ARGS}<|start|>assistant<|channel|>final<|message|>x", [HM, F, ["content", "x"]]),
@@ -143,6 +159,7 @@ HARMONY: list[tuple[str, Found]] = [
     ),
     (f"<|channel|>commentary<|end|><|start|>assistant{A}hm", [HM]),
     ("<|channel|>final\nHello there", [["content", "\nHello there"]]),
+    (f"<|channel|>final\n{'word ' * 400}", [["content", f"\n{'word ' * 400}"]]),
     ("<|channel|>commenta", []),
     ("final answer", [["content", "final answer"]]),
     ("to be", [["content", "to be"]]),

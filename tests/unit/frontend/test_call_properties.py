@@ -202,7 +202,7 @@ FORMATS: dict[str, tuple[Make, Callable[[Sequence[Call]], str], Any]] = {
     ),
 }
 TEXT = [name for name in FORMATS if name not in ("harmony", "required", "named")]
-UNIFORM = settings(max_examples=60, deadline=None, derandomize=True)
+UNIFORM = settings(max_examples=40, deadline=None, derandomize=True)
 THOROUGH = settings(max_examples=1000, deadline=None)
 
 

@@ -99,10 +99,21 @@ HOSTILE = [
 def test_hostile_text_ends_and_parses(name: str) -> None:
     for unit in HOSTILE:
         for lead in ("", '<tool_call>{"name": "f", "arguments": {"a": ', "[f(a=", "[TOOL_CALLS]f{"):
-            text = lead + unit * (3000 // len(unit))
+            text = lead + unit * (1200 // len(unit))
             pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
             for start in STARTS:
                 whole = read(Think(start, make_tool_parser(name, TOOLS)), [text])
                 assert read(Think(start, make_tool_parser(name, TOOLS)), pieces) == whole
                 for _, arguments in calls_in(whole):
                     assert isinstance(arguments, dict)
+
+
+@pytest.mark.parametrize("opened", ["[", '{"a": ', '[{"a": '])
+@pytest.mark.parametrize("closed", [True, False])
+def test_deep_arguments_parse(opened: str, closed: bool) -> None:
+    """JSON readers have a limit: what is deeper goes out as text."""
+    closers = {"[": "]", '{"a": ': "}", '[{"a": ': "}]"}[opened]
+    value = opened * 5000 + "1" + closers * 5000 * closed
+    text = f'<tool_call>{{"name": "bare", "arguments": {{"v": {value}}}}}</tool_call>'
+    [(_, arguments)] = calls_in(read(make_tool_parser("hermes", TOOLS), [text]))
+    assert list(arguments) == ["v"]

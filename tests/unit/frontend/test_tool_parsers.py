@@ -176,8 +176,9 @@ _json = st.recursive(
     ),
     max_leaves=8,
 )
+_names = st.text(max_size=5).map(lambda name: f"_{name}")  # none that the schema types
 _calls = st.lists(
-    st.tuples(st.sampled_from("fg"), st.dictionaries(st.text(max_size=5), _json, max_size=3)),
+    st.tuples(st.sampled_from("fg"), st.dictionaries(_names, _json, max_size=3)),
     min_size=1,
     max_size=3,
 )
