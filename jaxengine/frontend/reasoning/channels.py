@@ -19,7 +19,7 @@ _TO = re.compile(r"\bto\s*=\s*[\"']?([\w.\-:/]+)")
 _BARE_TO = re.compile(r"(?<!<\|start\|>)\bfunctions\.([\w.\-:/]+)")
 # the words of a header, in their order
 _WORDS = (("assistant",), _CHANNELS, ("to=",), ("json", "code"))
-_RECIPIENT = re.compile(r"to\s*=\s*[^\s<]*\s*")
+_RECIPIENT = re.compile(r"to\s*=\s*[^\s<{]*\s*")
 # what a header is made of, beside free text
 _HEADER_PARTS = re.compile(
     r"<\|start\|>\s*(?:assistant)?|<\|channel\|>\s*(?:analysis|commentary|final)?|"
@@ -107,10 +107,13 @@ class Channels:
         at, mark = first_of(text, (MESSAGE, *_CLOSE))
         start = text.find(START, len(START))
         brace = text.find("{")
-        if 0 <= start and (start < at or at < 0) and text[:start].strip():
+        if start >= 0 and (0 <= at < start or not text[:start].strip()):
+            start = -1
+        end = start if start >= 0 else at if at >= 0 else len(text)
+        if 0 <= brace < end and self._recipient(text[:brace]):
+            self._begin(text[:brace], brace)  # the mark is missing
+        elif start >= 0:
             self._free_text(start)
-        elif 0 <= brace and (brace < at or at < 0) and self._recipient(text[:brace]):
-            self._begin(text[:brace], brace)
         elif at < 0 and len(text) < _LONGEST_HEADER:
             return False
         elif at < 0:  # the message has begun without its mark

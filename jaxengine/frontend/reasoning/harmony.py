@@ -67,8 +67,7 @@ class Harmony:
             if given:
                 out.append(Event("arguments", given))
             text = reader.rest if reader.done else ""
-        if text.strip() or not self._empty:
-            self._pass_on("reasoning", text, out)
+        self._pass_on("reasoning", text.lstrip() if self._empty else text, out)
 
     def _end_call(self, out: list[Event]) -> None:
         reader, self._arguments = self._arguments, None
@@ -76,6 +75,7 @@ class Harmony:
             given = reader.finish()
             if given:
                 out.append(Event("arguments", given))
+            self._pass_on("reasoning", reader.rest.strip(), out)
 
     def _pass_on(self, kind: Kind, text: str, out: list[Event]) -> None:
         if not text:

@@ -70,18 +70,14 @@ class Thoughts:
         """The text has ended."""
         self._final = True
         self._run()
-        while self._trial is not None:
-            kinds = {event.kind for event in self._events + self._trial.finish()}
-            text = "".join(self._held).rstrip()
-            closed = END not in text or text.endswith(_CLOSERS)
-            if "call" in kinds and "content" not in kinds and closed:
+        while self._candidate is not None or self._trial is not None:
+            if self._trial is None:
+                self._no_call("")
+            elif self._is_last(self._trial):
                 self._interrupt()
             else:
                 self._no_last("")
-                self._run()
-        if self._candidate is not None:
-            self._buffer, self._held = "".join(self._held), []
-            self._candidate = None
+            self._run()
         left, self._buffer = self._buffer, ""
         if left:
             kind: Kind = "answer" if self._state in ("maybe", "answer") else "thought"
@@ -237,14 +233,17 @@ class Thoughts:
         if candidate.started:
             self._interrupt()
             return True
-        if not candidate.failed:
-            return False
+        if candidate.failed:
+            self._no_call(rest)
+        return candidate.failed
+
+    def _no_call(self, rest: str) -> None:
+        """The tag is a part of the thoughts. What was read is looked at again, but for `rest`."""
         self._buffer, self._candidate = "".join(self._held), None
         self._budget -= len(self._buffer) - len(rest)
         assert self._form is not None
         mark = next(tag for tag in self._form.tags if self._buffer.startswith(tag))
         self._give("thought", len(mark))
-        return True
 
     def _try_last(self, trial: Calls) -> bool:
         if not self._buffer:
@@ -261,6 +260,12 @@ class Thoughts:
         self._held.append(self._buffer)
         self._buffer = ""
         return False
+
+    def _is_last(self, trial: Calls) -> bool:
+        kinds = {event.kind for event in self._events + trial.finish()}
+        text = "".join(self._held).rstrip()
+        closed = END not in text or text.endswith(_CLOSERS)
+        return "call" in kinds and "content" not in kinds and closed
 
     def _no_last(self, behind: str) -> None:
         """What was tried is a part of the thoughts; more text is behind it."""

@@ -11,6 +11,7 @@ from jaxengine.frontend.tools.marks import NO_MARKS, Marks
 from jaxengine.frontend.tools.schema import ANY, Shape
 
 FENCE = re.compile(r"```\w{0,20}\s")
+_FENCE_BEGUN = re.compile(r"`{1,2}|```\w{0,20}")
 _NOTHING = ("", "null", "none")
 _MAX_LEVELS = 3  # of an object that is quoted as a string, and that again
 
@@ -26,6 +27,7 @@ class Arguments:
         self._inside = inside
         self._marks = marks
         self._waiting = ""
+        self._fenced = False  # a code block has opened, or none will
         self._object: LooseJson | None = None
         self._other: LooseJson | None = None
         self._value: list[str] = []
@@ -73,10 +75,11 @@ class Arguments:
     def _begin(self, final: bool) -> bool:
         """What kind of value it is; False when that is not known yet."""
         self._waiting = self._waiting.lstrip()
-        if self._waiting.startswith("`"):
+        if self._waiting.startswith("`") and not self._fenced:
             match = FENCE.match(self._waiting)
-            if match is None and not final and len(self._waiting) < 24:
+            if match is None and not final and _FENCE_BEGUN.fullmatch(self._waiting):
                 return False
+            self._fenced = True
             if match is not None:
                 self._waiting = self._waiting[match.end() :].lstrip()
         if not self._waiting:

@@ -57,6 +57,7 @@ class Candidate:
         self._form = form
         self._where = where
         self._front = ""  # before the call itself
+        self._at = 0  # so much of it was read
         self._raw: list[str] = []  # of the call, as long as it may be none
 
     @property
@@ -106,27 +107,27 @@ class Candidate:
 
     def _head(self) -> int:
         """Where the call itself begins; -1 when that is not known yet."""
-        text, at = self._front, 0
-        while at < len(text):
-            tail = text[at : at + 64]
+        text = self._front
+        while self._at < len(text):
+            tail = text[self._at : self._at + 64]
             tag = next((t for t in self._form.tags if tail.startswith(t)), "")
-            fence = _OPEN_FENCE.match(text, at)
-            if text[at].isspace():
-                at += 1
+            fence = _OPEN_FENCE.match(tail) if not self.fenced or self.tagged else None
+            if tail[0].isspace():
+                self._at += 1
             elif tag:
                 self.tagged = True
-                at += len(tag)
+                self._at += len(tag)
             elif fence is not None:
                 self.fenced = True
-                at = fence.end()
+                self._at += fence.end()
             elif any(t.startswith(tail) for t in (*self._form.tags, FENCE)):
                 return -1
             elif tail.startswith(FENCE) and re.fullmatch(r"```\w{0,20}", tail):
                 return -1
             else:
-                return at
-            if at > _LONGEST_HEAD:
-                return at if at < len(text) else -1
+                return self._at
+            if self._at > _LONGEST_HEAD:
+                return self._at if self._at < len(text) else -1
         return -1
 
 

@@ -108,7 +108,7 @@ class XmlCall:
                 self.failed = True
                 return False
             self._start(out)
-        if tag.kind == "parameter":
+        if tag.kind == "parameter" and self._object is None:
             self._text = self._text[tag.end :]
             self._begin_value(tag.name)
         elif tag.kind == "/parameter":
@@ -116,13 +116,13 @@ class XmlCall:
         elif tag.kind == "/function":
             self._text = self._text[tag.end :]
             self._close(out)
-        elif self._text[0] == "{" and not self._given:
+        elif self._text[0] == "{" and not self._given and self._object is None:
             self._object = Arguments(self._shape, marks=self._marks)
             self._state = "object"
         else:
             if final and may_be_tag(self._text):
                 self._text = ""  # it was cut off
-            self.broken = not tag.kind and bool(self._text)
+            self.broken = tag.kind in ("", "parameter") and bool(self._text)
             self._close(out)
         return True
 

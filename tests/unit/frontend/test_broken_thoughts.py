@@ -57,6 +57,7 @@ THOUGHTS: list[tuple[str, str, Found]] = [
             ("hermes", f"so `{JSON}` it is"),
             ("hermes", '<tool_call>{"name": "Bob", "arguments": {}}</tool_call>'),
             ("hermes", f"so {LLAMA}"),
+            ("hermes", '<tool_call>{"arguments": {"a": "never closed'),
             ("mistral", "with [TOOL_CALLS] then"),
             ("llama3_json", f"{LLAMA}\nwould be it"),
             ("llama3_json", f"so\n{LLAMA}"),
