@@ -22,7 +22,8 @@ class UnavailableError(RuntimeError):
 
 
 class WaitingRoom:
-    """Requests without a first output yet, and the tokens of their prompts. One event loop."""
+    """Sequences without a first output yet, and the tokens of their prompts: a request counts as
+    its n. One event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_requests = config.max_num_queued_reqs
@@ -31,7 +32,8 @@ class WaitingRoom:
         self.num_tokens = 0
 
     def check(self, prompt_len: int) -> None:
-        """Raises OverloadedError with the numbers. An empty room takes any prompt."""
+        """Raises OverloadedError with the numbers. An empty room takes any prompt, and a room that
+        is not full all sequences of a request."""
         if self._max_requests is not None and self.num_requests >= self._max_requests:
             raise OverloadedError(
                 f"{self.num_requests} requests wait already (the limit is {self._max_requests})"

@@ -32,6 +32,7 @@ from jaxengine.engine.messages import (
     FaultToleranceRequest,
     FaultToleranceResult,
     RankStatus,
+    Siblings,
     UtilityCall,
 )
 from jaxengine.engine.process import EngineLaunch, run_engine
@@ -263,9 +264,9 @@ class EngineClient:
         except zmq.ZMQError as error:
             raise EngineDeadError(f"the engine process cannot be reached ({error})") from None
 
-    def add(self, request: EngineRequest) -> None:
-        """Raises EngineDeadError."""
-        self._send(wire.ADD, wire.encode(request))
+    def add(self, requests: list[EngineRequest]) -> None:
+        """Send sequences of one request. Raises EngineDeadError."""
+        self._send(wire.ADD, wire.encode(Siblings.of(requests)))
 
     def abort(self, request_ids: list[str]) -> None:
         """Idempotent; a dead engine has nothing left to abort."""

@@ -19,7 +19,7 @@ from jaxengine.metrics.prometheus import Metrics
 class Sender(Protocol):
     """Sends sequences to engines (`dp.placing.Placer`)."""
 
-    def add(self, request: EngineRequest, placement: Placement = ANYWHERE) -> int: ...
+    def add(self, requests: list[EngineRequest], placement: Placement = ANYWHERE) -> list[int]: ...
     def abort(self, request_ids: list[str]) -> None: ...
 
 
@@ -63,9 +63,10 @@ class InFlight:
         self._streams[internal_id] = stream
         self._unstarted.update(dict.fromkeys(stream.child_ids, stream))
         self.idle.clear()
-        self._waiting.enter(stream.prompt_len)
+        for _ in stream.child_ids:
+            self._waiting.enter(stream.prompt_len)
         try:
-            ranks = [self._placer.add(request, placement) for request in processed.requests]
+            ranks = self._placer.add(processed.requests, placement)
             self._metrics.added(processed.requests, clock, ranks)
         except BaseException:
             self.drop(internal_id)
@@ -85,8 +86,7 @@ class InFlight:
                 self._metrics.finished(child_id, "stop")
         if self._unstarted:
             for output in outputs:
-                if output.request_id in self._unstarted:
-                    self._mark_started(self._unstarted[output.request_id])
+                self._mark_started(output.request_id)
         for result in results:
             stream = self._streams.get(result.request_id)
             if stream is None:
@@ -127,13 +127,12 @@ class InFlight:
         for child_id in stream.child_ids:
             self._metrics.finished(child_id, reason)
         if self._streams.pop(stream.internal_id, None) is not None:
-            self._mark_started(stream)
+            for child_id in stream.child_ids:
+                self._mark_started(child_id)
         if not self._streams:
             self.idle.set()
 
-    def _mark_started(self, stream: RequestStream) -> None:
-        if not stream.started:
-            stream.started = True
-            for child_id in stream.child_ids:
-                self._unstarted.pop(child_id, None)
+    def _mark_started(self, child_id: str) -> None:
+        stream = self._unstarted.pop(child_id, None)
+        if stream is not None:
             self._waiting.leave(stream.prompt_len)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from copy import copy
 from typing import Any
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from jaxengine.sampling_params import SamplingParams, ThinkingBudget
 
@@ -24,6 +27,42 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     cache_salt: str | None = None
     thinking: ThinkingBudget | None = None
     pooling: str | None = None  # "last" | "mean": one vector of the prompt is wanted, no text
+
+
+class Siblings(msgspec.Struct, array_like=True):
+    """The sequences of one request on their way: what they have in common is sent once, and is
+    one object at the other end too."""
+
+    first: EngineRequest
+    rest: list[tuple[str, int | None]] = []  # id and seed of each of the others
+
+    @classmethod
+    def of(cls, requests: list[EngineRequest]) -> Siblings:
+        rest = [(request.request_id, request.params.seed) for request in requests[1:]]
+        return cls(requests[0], rest)
+
+    def ids(self) -> list[str]:
+        return [self.first.request_id, *(request_id for request_id, _ in self.rest)]
+
+    def requests(self) -> list[EngineRequest]:
+        return [self.first, *siblings_of(self.first, self.rest)]
+
+
+def siblings_of(
+    first: EngineRequest, others: Iterable[tuple[str, int | None]]
+) -> list[EngineRequest]:
+    """Sequences as `first` with these ids and seeds. The prompt's log-probabilities are left to
+    `first`. Copies, not replacements, which would check the parameters again."""
+    requests = []
+    for request_id, seed in others:
+        request, params = copy(first), copy(first.params)
+        force_setattr(params, "seed", seed)
+        if params.prompt_logprobs is not None:
+            force_setattr(params, "prompt_logprobs", None)
+            force_setattr(params, "skip_reading_prefix_cache", False)
+        request.request_id, request.params = request_id, params
+        requests.append(request)
+    return requests
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

@@ -258,7 +258,6 @@ def _read_input(
     socket.connect(launch.input_address)
     socket.send(b"")  # lets the front's ROUTER know this identity
     decoders: dict[bytes, Callable[[bytes], Any]] = {
-        wire.ADD: wire.decode_request,
         wire.ABORT: wire.decode_ids,
         wire.UTILITY: wire.decode_call,
         wire.START_WAVE: wire.decode_wave,
@@ -272,6 +271,10 @@ def _read_input(
                     os._exit(1)
                 continue
             kind, payload = socket.recv_multipart()
+            if kind == wire.ADD:
+                for request in wire.decode_siblings(payload).requests():
+                    deliver(kind, request)
+                continue
             decode = decoders.get(kind)
             deliver(kind, decode(payload) if decode else None)
     except Exception as error:  # noqa: BLE001 - handed to the main loop, which dies of it

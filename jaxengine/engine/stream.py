@@ -26,7 +26,6 @@ class RequestStream:
         self.kind = kind
         self.prompt_len = 0
         self.child_ids: list[str] = []  # its sequences in the engine
-        self.started = False
         self._drop = drop  # aborts by internal id; nothing for one that is finished
         self._slot: RequestOutput | None = None
         self._error: Exception | None = None

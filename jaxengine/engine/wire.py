@@ -7,13 +7,13 @@ import msgspec
 from jaxengine.engine.messages import (
     EngineOutputs,
     EngineReady,
-    EngineRequest,
+    Siblings,
     UtilityCall,
     UtilityResult,
 )
 
 # front -> engine
-ADD = b"\x00"
+ADD = b"\x00"  # Siblings
 ABORT = b"\x01"
 UTILITY = b"\x03"
 SHUTDOWN = b"\x04"
@@ -55,7 +55,7 @@ class WaveNotice(msgspec.Struct, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
+decode_siblings = msgspec.msgpack.Decoder(Siblings).decode
 decode_ids = msgspec.msgpack.Decoder(list[str]).decode
 decode_call = msgspec.msgpack.Decoder(UtilityCall).decode
 decode_ready = msgspec.msgpack.Decoder(EngineReady).decode

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec.structs import force_setattr
 
-from jaxengine.engine.messages import EngineRequest
+from jaxengine.engine.messages import EngineRequest, siblings_of
 from jaxengine.frontend.grammars import GrammarChecks
 from jaxengine.frontend.thinking import thinking_budget
 from jaxengine.frontend.validation import (
@@ -27,7 +28,7 @@ from jaxengine.frontend.validation import (
     check_text,
     fit_to_context,
 )
-from jaxengine.sampling_params import SamplingParams
+from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxengine.sched.slot_record import MAX_BAD_WORD_LEN
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ class InputProcessor:
                 "structured_outputs",
                 "structured_outputs needs an end token, and the model has none",
             )
+        if grammar is not None and grammar.given is not None:
+            checked = _as_text(checked, grammar.given)
         if checked.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, and none is loaded")
         text, ids = self._prompt(prompt, checked)
@@ -176,21 +179,23 @@ class InputProcessor:
             raise RequestError(
                 "priority", f"priority {priority} needs the scheduling_policy priority, not fcfs"
             )
-        requests = [
-            EngineRequest(
-                request_id=request_id if checked.n == 1 else f"{i}_{request_id}",
-                prompt_token_ids=ids,
-                params=_child_params(checked, i),
-                arrival_time=arrival,
-                eos_token_ids=self._eos,
-                bad_words_token_ids=bad_words,
-                priority=priority,
-                cache_salt=salt,
-                pooling=pooling,
-                thinking=thinking,
-            )
-            for i in range(checked.n)
+        first = EngineRequest(
+            request_id=request_id if checked.n == 1 else f"0_{request_id}",
+            prompt_token_ids=ids,
+            params=_alone(checked),
+            arrival_time=arrival,
+            eos_token_ids=self._eos,
+            bad_words_token_ids=bad_words,
+            priority=priority,
+            cache_salt=salt,
+            pooling=pooling,
+            thinking=thinking,
+        )
+        others = [
+            (f"{i}_{request_id}", None if checked.seed is None else (checked.seed + i) % 2**64)
+            for i in range(1, checked.n)
         ]
+        requests = [first, *siblings_of(first, others)]
         if grammar is not None and check_grammar:
             self.grammars.check(grammar)
         gate = prompt.get("gate") if isinstance(prompt, Mapping) else None
@@ -275,14 +280,20 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
             raise RequestError(str(key), f"{key} is not supported: prompts are text or token ids")
 
 
-def _child_params(params: SamplingParams, index: int) -> SamplingParams:
+def _as_text(params: SamplingParams, constraint: str) -> SamplingParams:
+    """With a constraint that may be an object as the text of it, which any process can be sent."""
+    asked = params.structured_outputs
+    if asked is None or asked.json is None:
+        text = StructuredOutputsParams(structural_tag=constraint)
+    else:
+        text = StructuredOutputsParams(json=constraint)
+    return msgspec.structs.replace(params, structured_outputs=text)
+
+
+def _alone(params: SamplingParams) -> SamplingParams:
+    """Of one of the n."""
     if params.n == 1:
         return params
-    child = copy(params)  # not `replace`, which would check all of it again
-    force_setattr(child, "n", 1)
-    if params.seed is not None:
-        force_setattr(child, "seed", (params.seed + index) % 2**64)
-    if index and params.prompt_logprobs is not None:
-        force_setattr(child, "prompt_logprobs", None)
-        force_setattr(child, "skip_reading_prefix_cache", False)
-    return child
+    one = copy(params)  # not `replace`, which would check all of it again
+    force_setattr(one, "n", 1)
+    return one

@@ -26,6 +26,7 @@ from jaxengine.engine.messages import (
     FaultToleranceRequest,
     FaultToleranceResult,
     RankStatus,
+    Siblings,
     UtilityCall,
     UtilityResult,
 )
@@ -110,14 +111,16 @@ class EngineProcess:
         name = f"r{self._count}"
         self.send(
             wire.ADD,
-            EngineRequest(
-                request_id=name,
-                prompt_token_ids=prompt,
-                params=SamplingParams(
-                    temperature=0.0, max_tokens=tokens, ignore_eos=True, **params
-                ),
-                arrival_time=time.time(),
-                eos_token_ids=[2],
+            Siblings(
+                EngineRequest(
+                    request_id=name,
+                    prompt_token_ids=prompt,
+                    params=SamplingParams(
+                        temperature=0.0, max_tokens=tokens, ignore_eos=True, **params
+                    ),
+                    arrival_time=time.time(),
+                    eos_token_ids=[2],
+                )
             ),
         )
         return name

@@ -73,43 +73,49 @@ class Placer:
             state = self._board.ranks[rank].state
             raise UnavailableError(f"data_parallel_rank {rank} takes no requests: it is {state}")
 
-    def add(self, request: EngineRequest, placement: Placement = ANYWHERE) -> int:
-        """Send a sequence to a rank; returns which. Raises as `check`, or EngineDeadError."""
+    def add(self, requests: list[EngineRequest], placement: Placement = ANYWHERE) -> list[int]:
+        """Send the sequences of one request to ranks, a message to each; returns which. Raises as
+        `check`, or EngineDeadError; some may have been sent then."""
         self.check(placement)
         if self._direct:
             rank = self._ranks[0]
-            self._clients[rank].add(request)
-            return rank
+            self._clients[rank].add(requests)
+            return [rank] * len(requests)
         key = None
         if self._affinity == "session":
             key = placement.session
         elif self._affinity == "prefix":
-            key = prefix_key(request.prompt_token_ids)
-        pinned = placement.rank is not None
-        route = Route(request, -1, pinned, key, abort_expected=self._aborting > 0)
+            key = prefix_key(requests[0].prompt_token_ids)
+        pinned, aborted = placement.rank is not None, self._aborting > 0
+        routes = [Route(one, -1, pinned, key, abort_expected=aborted) for one in requests]
         among = self._board.healthy() if placement.rank is None else [placement.rank]
-        if not self._place(route, request, among):
+        if not self._place(routes, requests, among):
             raise UnavailableError("no engine can be reached")
-        return route.rank
+        return [route.rank for route in routes]
 
-    def _place(self, route: Route, request: EngineRequest, among: list[int]) -> bool:
-        """Send `request` for `route` to one of `among`; False when none can be reached."""
-        left = set(among)
-        while left:
-            rank = self.balancer.choose(left, route.key)
-            try:
-                self._clients[rank].add(request)
-            except EngineDeadError as error:
-                if not self._fault_tolerant:
-                    raise
-                log.warning("rank %d: %s", rank, error)
-                left.discard(rank)
-                continue
-            route.rank = rank
-            self._routes.enter(route)
-            self.balancer.entered(rank)
-            return True
-        return False
+    def _place(self, routes: list[Route], requests: list[EngineRequest], among: list[int]) -> bool:
+        """Send `requests` for `routes` to ranks of `among`; False when none can be reached."""
+        left, unsent = set(among), list(zip(routes, requests, strict=True))
+        while left and unsent:
+            by_rank: dict[int, list[tuple[Route, EngineRequest]]] = {}
+            for one in unsent:
+                by_rank.setdefault(self.balancer.choose(left, one[0].key), []).append(one)
+            unsent = []
+            for rank, sent in by_rank.items():
+                try:
+                    self._clients[rank].add([request for _, request in sent])
+                except EngineDeadError as error:
+                    if not self._fault_tolerant:
+                        raise
+                    log.warning("rank %d: %s", rank, error)
+                    left.discard(rank)
+                    unsent += sent
+                    continue
+                for route, _ in sent:
+                    route.rank = rank
+                    self._routes.enter(route)
+                    self.balancer.entered(rank)
+        return not unsent
 
     def abort(self, request_ids: list[str]) -> None:
         """Idempotent; goes to the ranks that have the sequences."""
@@ -151,7 +157,7 @@ class Placer:
         """Go on with a sequence on another rank; False (and it stays where it is) without one."""
         before = route.rank
         among = [rank for rank in self._board.healthy() if rank != before]
-        if not among or not self._place(route, route.next_request(), among):
+        if not among or not self._place([route], [route.next_request()], among):
             return False
         self.balancer.left(before)
         self._watcher.replayed(before)
@@ -174,7 +180,7 @@ class Placer:
             if not self._routes.has(route):
                 continue  # aborted meanwhile
             among = self._board.healthy()
-            if among and self._place(route, route.next_request(), among):
+            if among and self._place([route], [route.next_request()], among):
                 self._watcher.replayed(route.rank)
             else:
                 self._routes.leave(last.request_id)

@@ -217,7 +217,7 @@ class Hub:
                 self._send(client, hub.DEAD, self._dead)
 
     def _add(self, client: bytes, payload: bytes) -> None:
-        """Whatever goes wrong with a sequence is told to whoever waits for it."""
+        """Whatever goes wrong with sequences is told to whoever waits for it."""
         try:
             self._place(client, hub.decode_add(payload))
         except (OverloadedError, UnavailableError, EngineDeadError, RequestError) as error:
@@ -231,20 +231,27 @@ class Hub:
             self._refuse(client, payload, f"{type(error).__name__}: {error}", None)
 
     def _place(self, client: bytes, add: hub.Add) -> None:
-        request_id, length = add.request.request_id, len(add.request.prompt_token_ids)
+        requests, length = add.siblings.requests(), len(add.siblings.first.prompt_token_ids)
         self._waiting.check(length)
-        self.group.placer.add(add.request, Placement(add.rank, add.session))
-        self._owners[request_id] = client
-        self._unstarted[request_id] = length
-        self._waiting.enter(length)
-        self.metrics.totals.prompt_tokens += length
+        names = add.siblings.ids()
+        try:
+            self.group.placer.add(requests, Placement(add.rank, add.session))
+        except BaseException:
+            self.group.placer.abort(names)  # some may have been sent
+            raise
+        for name in names:
+            self._owners[name] = client
+            self._unstarted[name] = length
+            self._waiting.enter(length)
+        self.metrics.totals.prompt_tokens += length * len(names)
 
     def _refuse(self, client: bytes, payload: bytes, error: str, reason: str | None) -> None:
-        request_id = hub.name_of(payload)
-        if request_id is None:
-            return  # nobody can be told
-        end = EngineOutput(request_id, [], finish_reason="error", stop_reason=reason, error=error)
-        self._send(client, hub.OUTPUTS, EngineOutputs(0, [end]))
+        ends = [
+            EngineOutput(name, [], finish_reason="error", stop_reason=reason, error=error)
+            for name in hub.names_of(payload)
+        ]
+        if ends:  # else nobody can be told
+            self._send(client, hub.OUTPUTS, EngineOutputs(0, ends))
 
     def _abort(self, request_ids: list[str]) -> None:
         known = [r for r in request_ids if self._owners.pop(r, None) is not None]

@@ -7,7 +7,7 @@ import msgspec
 from jaxengine.engine.messages import (
     EngineOutputs,
     EngineReady,
-    EngineRequest,
+    Siblings,
     UtilityCall,
     UtilityResult,
 )
@@ -34,9 +34,9 @@ SERVING = "serving"  # "I take requests now"
 
 
 class Add(msgspec.Struct, array_like=True):
-    """A sequence, and where it wants to run."""
+    """The sequences of one request, and where it wants to run."""
 
-    request: EngineRequest
+    siblings: Siblings
     rank: int | None = None
     session: str | None = None
 
@@ -47,10 +47,17 @@ class _Named(msgspec.Struct):
     request_id: str
 
 
+class _SiblingsNamed(msgspec.Struct, array_like=True):
+    """The least of `Siblings`."""
+
+    first: _Named
+    rest: list[tuple[str, int | None]] = []
+
+
 class _AddNamed(msgspec.Struct, array_like=True):
     """The least of an `Add`."""
 
-    request: _Named
+    siblings: _SiblingsNamed
 
 
 class Report(msgspec.Struct, array_like=True):
@@ -81,9 +88,10 @@ decode_dead = msgspec.msgpack.Decoder(Dead).decode
 _decode_named = msgspec.msgpack.Decoder(_AddNamed).decode
 
 
-def name_of(payload: bytes) -> str | None:
-    """The sequence's id in an `Add` that may be malformed otherwise."""
+def names_of(payload: bytes) -> list[str]:
+    """The sequences' ids in an `Add` that may be malformed otherwise."""
     try:
-        return _decode_named(payload).request.request_id
+        named = _decode_named(payload).siblings
     except (msgspec.MsgspecError, RecursionError):
-        return None
+        return []
+    return [named.first.request_id, *(request_id for request_id, _ in named.rest)]

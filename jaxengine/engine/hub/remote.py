@@ -28,6 +28,7 @@ from jaxengine.engine.messages import (
     FaultToleranceRequest,
     FaultToleranceResult,
     RankStatus,
+    Siblings,
     UtilityCall,
 )
 
@@ -42,12 +43,13 @@ class RemotePlacer:
         self.check = placer.check
         self._first = min(placer.balancer.loads) if placer.balancer.loads else 0
 
-    def add(self, request: EngineRequest, placement: Placement = ANYWHERE) -> int:
-        """Send it; returns the rank that was asked for, else the first: the supervisor chooses."""
+    def add(self, requests: list[EngineRequest], placement: Placement = ANYWHERE) -> list[int]:
+        """Send them; returns for each the rank that was asked for, else the first: the supervisor
+        chooses."""
         self.check(placement)
-        add = hub.Add(request, placement.rank, placement.session)
+        add = hub.Add(Siblings.of(requests), placement.rank, placement.session)
         self._send(hub.ADD, hub.encode(add))
-        return self._first if placement.rank is None else placement.rank
+        return [self._first if placement.rank is None else placement.rank] * len(requests)
 
     def abort(self, request_ids: list[str]) -> None:
         """Idempotent."""

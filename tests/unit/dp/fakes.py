@@ -7,6 +7,8 @@ from typing import Any
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.client import EngineClient, EngineDeadError, EngineStartError
+from jaxengine.engine.dp.balancer import ANYWHERE, Placement
+from jaxengine.engine.dp.placing import Placer
 from jaxengine.engine.messages import (
     EngineOutput,
     EngineOutputs,
@@ -58,10 +60,10 @@ class FakeClient(EngineClient):
         self.up = False
         self.inbox.put_nowait(why)
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, requests: list[EngineRequest]) -> None:
         if not self.up:
             raise EngineDeadError("gone")
-        self.added.append(request)
+        self.added += requests
 
     def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
@@ -129,3 +131,9 @@ def request(name: str, prompt: list[int] | None = None, **params: Any) -> Engine
         params=SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | params),
         arrival_time=0.0,
     )
+
+
+def add_one(placer: Placer, one: EngineRequest, placement: Placement = ANYWHERE) -> int:
+    """Send one sequence; returns its rank."""
+    [rank] = placer.add([one], placement)
+    return rank

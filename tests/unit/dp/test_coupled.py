@@ -143,7 +143,7 @@ async def test_work_on_one_rank_wakes_the_others() -> None:
 async def test_all_fail_with_one_and_come_back_together() -> None:
     async with running(retry_aborted_requests=True) as rig:
         port = rig.front.port
-        placed = rig.group.placer.add(request("a"))
+        [placed] = rig.group.placer.add([request("a")])
         rig.fail(1)
         assert all(r.broken == [port] for r in rig.ranks)
         assert rig.states() == {"dead"}
@@ -270,7 +270,7 @@ async def test_sequences_wait_for_the_new_group(monkeypatch: pytest.MonkeyPatch)
     }
     async with running(**auto) as rig:
         placer = rig.group.placer
-        one, two, three = (placer.add(request(name)) for name in "abc")
+        one, two, three = (placer.add([request(name)])[0] for name in "abc")
         assert {one, two, three} == {0, 1, 2}
         rig.ranks[one].say(EngineOutput("a", [7, 8]))
         await asyncio.sleep(0.05)

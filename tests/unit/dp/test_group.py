@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fakes import Fleet, Tally, request
+from fakes import Fleet, Tally, add_one, request
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.admission import UNAVAILABLE, UnavailableError
@@ -24,6 +25,7 @@ from jaxengine.engine.messages import (
     FaultToleranceRequest,
     RankStatus,
     TokenLogprobs,
+    siblings_of,
 )
 from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import StructuredOutputsParams
@@ -80,7 +82,7 @@ async def rig(ranks: int = 2, **settings: Any) -> AsyncIterator[Rig]:
 
 async def test_only_healthy_ranks_get_requests() -> None:
     async with rig(3) as r:
-        add = r.group.placer.add
+        add = functools.partial(add_one, r.group.placer)
         assert {add(request(f"a{i}")) for i in range(6)} == {0, 1, 2}
         r.group._on_status(RankStatus(1, "unhealthy", fault_info="OomError"))
         assert {add(request(f"b{i}")) for i in range(6)} == {0, 2}
@@ -101,7 +103,7 @@ async def test_only_healthy_ranks_get_requests() -> None:
 
 async def test_aborts_go_to_the_owner() -> None:
     async with rig(2) as r:
-        owners = {f"a{i}": r.group.placer.add(request(f"a{i}")) for i in range(4)}
+        owners = {f"a{i}": add_one(r.group.placer, request(f"a{i}")) for i in range(4)}
         r.group.placer.abort(["a1", "a2", "unknown"])
         for name in ("a1", "a2"):
             assert name in r.fleet.clients[owners[name]].aborted
@@ -115,7 +117,7 @@ async def test_aborts_go_to_the_owner() -> None:
 async def test_a_dead_ranks_requests_end_and_others_go_on() -> None:
     async with rig(2) as r:
         for i in range(4):
-            r.group.placer.add(request(f"a{i}"), Placement(i % 2))
+            add_one(r.group.placer, request(f"a{i}"), Placement(i % 2))
         r.fleet.clients[1].say(EngineOutput("a1", [7]))
         r.fleet.clients[1].die()
         await settle()
@@ -131,7 +133,7 @@ async def test_a_dead_ranks_requests_end_and_others_go_on() -> None:
 
 async def test_a_replay_has_no_gap() -> None:
     async with rig(2, retry_aborted_requests=True) as r:
-        add = r.group.placer.add
+        add = functools.partial(add_one, r.group.placer)
         greedy = request("g", [1, 2, 3], max_tokens=8, min_tokens=5, logprobs=0, prompt_logprobs=0)
         home = add(greedy)
         other = 1 - home
@@ -166,7 +168,7 @@ async def test_a_replay_has_no_gap() -> None:
 )
 async def test_a_replay_from_the_start_drops_what_was_given_out(params: dict[str, Any]) -> None:
     async with rig(2, retry_aborted_requests=True) as r:
-        home = r.group.placer.add(request("g", seed=3, temperature=1.0, **params))
+        home = add_one(r.group.placer, request("g", seed=3, temperature=1.0, **params))
         r.fleet.clients[home].say(EngineOutput("g", [9, 8]))
         await settle()
         r.fleet.clients[home].die()
@@ -186,7 +188,7 @@ async def test_what_is_not_replayed() -> None:
     """Unseeded once it has begun, pinned ones, what the front itself had aborted, and anything
     when no other rank is healthy."""
     async with rig(2, retry_aborted_requests=True) as r:
-        add = r.group.placer.add
+        add = functools.partial(add_one, r.group.placer)
         add(request("random", temperature=1.0), Placement())
         home = r.sent("random")[0][0]
         add(request("pinned"), Placement(home))
@@ -217,7 +219,7 @@ async def test_what_is_not_replayed() -> None:
 
 async def test_a_request_that_crossed_the_fault_goes_elsewhere() -> None:
     async with rig(2) as r:
-        home = r.group.placer.add(request("a", temperature=1.0))
+        home = add_one(r.group.placer, request("a", temperature=1.0))
         refusal = EngineOutput("a", [], finish_reason="error", stop_reason=UNAVAILABLE, error="x")
         r.fleet.clients[home].say(refusal)
         await settle()
@@ -291,7 +293,7 @@ async def test_orders() -> None:
         assert first.payload()["success"] is True and second.payload()["success"] is False
         assert "starting" in second.payload()["results"][0]["reason"]
         assert r.group.board.healthy() == [0, 1] and r.group.board.ranks[0].epoch == 1
-        r.group.placer.add(request("new"), Placement(0))
+        add_one(r.group.placer, request("new"), Placement(0))
         r.fleet.clients[0].say(EngineOutput("new", [3], finish_reason="stop"))
         await settle()
         assert r.end("new") == "stop"
@@ -331,7 +333,7 @@ async def test_a_silent_rank_is_routed_round_and_killed() -> None:
     limits = {"step_timeout_sec": 5}
     async with rig(2, fault_tolerance_config=limits) as r:
         for i in range(4):
-            r.group.placer.add(request(f"a{i}"), Placement(i % 2))
+            add_one(r.group.placer, request(f"a{i}"), Placement(i % 2))
         r.fleet.clients[1].say(EngineOutput("a1", [7]))
         await settle()
         r.fleet.clients[1].quiet = True
@@ -340,7 +342,7 @@ async def test_a_silent_rank_is_routed_round_and_killed() -> None:
         assert r.group.board.healthy() == [0, 1] and r.fleet.clients[1].pings == 1
         look(r, 1)
         assert r.group.board.healthy() == [0]  # at once: no request may go there
-        assert {r.group.placer.add(request(f"b{i}")) for i in range(4)} == {0}
+        assert {add_one(r.group.placer, request(f"b{i}")) for i in range(4)} == {0}
         await settle()
         assert [r.end(f"a{i}") for i in range(4)] == [None, "abort", None, "abort"]
         assert not r.fleet.clients[1].up and r.fleet.clients[0].up
@@ -388,7 +390,7 @@ async def test_any_word_is_a_sign_of_life() -> None:
 async def test_a_silent_ranks_requests_go_on_elsewhere() -> None:
     settings = {"step_timeout_sec": 3, "auto_recover": "respawn"}
     async with rig(2, retry_aborted_requests=True, fault_tolerance_config=settings) as r:
-        home = r.group.placer.add(request("g"))
+        home = add_one(r.group.placer, request("g"))
         before = r.fleet.clients[home]
         before.say(EngineOutput("g", [9, 8]))
         await settle()
@@ -453,13 +455,13 @@ async def test_a_rank_that_does_not_start_is_named() -> None:
 
 async def test_affinity() -> None:
     async with rig(4, data_parallel_affinity="session") as r:
-        add = r.group.placer.add
+        add = functools.partial(add_one, r.group.placer)
         ranks = {add(request(f"a{i}"), Placement(session="me")) for i in range(4)}
         assert len(ranks) == 1
         assert len({add(request(f"b{i}")) for i in range(8)}) > 1
     async with rig(4, data_parallel_affinity="prefix") as r:
         start = list(range(100))
-        ranks = {r.group.placer.add(request(f"a{i}", [*start, i])) for i in range(4)}
+        ranks = {add_one(r.group.placer, request(f"a{i}", [*start, i])) for i in range(4)}
         assert len(ranks) == 1
 
 
@@ -471,7 +473,40 @@ async def test_one_rank_of_many_behind_a_balancer_outside() -> None:
     group = EngineGroup(config, Tally(), make_client=fleet.make)
     await group.start()
     assert list(fleet.clients) == [2]
-    assert group.placer.add(request("a")) == 2
-    assert group.placer.add(request("b"), Placement(2)) == 2
+    assert add_one(group.placer, request("a")) == 2
+    assert add_one(group.placer, request("b"), Placement(2)) == 2
     with pytest.raises(RequestError, match="rank 1 is not served here .rank 2 is"):
-        group.placer.add(request("c"), Placement(1))
+        add_one(group.placer, request("c"), Placement(1))
+
+
+async def test_sequences_of_one_request_share_a_message() -> None:
+    """H3: n copies of a prompt would be n times as long on the wire."""
+    async with rig(2) as r:
+        sent: list[list[str]] = []
+        for client in r.fleet.clients.values():
+            add = client.add
+
+            def note(requests: list[EngineRequest], add: Any = add) -> None:
+                sent.append([one.request_id for one in requests])
+                add(requests)
+
+            client.add = note  # type: ignore[method-assign]
+        first = request("0_a", seed=7, prompt_logprobs=1, temperature=1.0)
+        names = [(f"{i}_a", 7 + i) for i in range(1, 6)]
+        ranks = r.group.placer.add([first, *siblings_of(first, names)])
+        assert len(sent) == 2 and sorted(len(ids) for ids in sent) == [3, 3]
+        where = {one.request_id: c.rank for c in r.fleet.clients.values() for one in c.added}
+        assert [where[f"{i}_a"] for i in range(6)] == ranks
+        r.group.placer.abort([f"{i}_a" for i in range(6)])
+        assert sum(load.own for load in r.group.placer.balancer.loads.values()) == 0
+
+
+async def test_sequences_go_elsewhere_when_a_rank_turns_out_to_be_gone() -> None:
+    async with rig(2) as r:
+        r.fleet.clients[1].up = False  # and nobody has noticed
+        first = request("0_a")
+        more = siblings_of(first, [(f"{i}_a", None) for i in range(1, 4)])
+        assert r.group.placer.add([first, *more]) == [0, 0, 0, 0]
+        r.fleet.clients[0].up = False
+        with pytest.raises(UnavailableError, match="no engine can be reached"):
+            r.group.placer.add([request("b")])

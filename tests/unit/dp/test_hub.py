@@ -20,7 +20,13 @@ from jaxengine.engine.hub import hub as hub_module
 from jaxengine.engine.hub import messages as hub
 from jaxengine.engine.hub.hub import Hub
 from jaxengine.engine.hub.remote import RemoteGroup
-from jaxengine.engine.messages import EngineOutput, EngineOutputs, EngineReady, EngineRequest
+from jaxengine.engine.messages import (
+    EngineOutput,
+    EngineOutputs,
+    EngineReady,
+    EngineRequest,
+    Siblings,
+)
 from jaxengine.metrics.prometheus import Metrics
 
 CONFIG = EngineConfig.of(api_server_count=2, max_num_queued_reqs=4)
@@ -40,11 +46,11 @@ class FakeGroup:
     async def run(self, take: Callable[[int, EngineOutputs], Awaitable[None]]) -> None:
         await asyncio.Event().wait()
 
-    def add(self, one: EngineRequest, placement: Placement = ANYWHERE) -> int:
-        if one.prompt_token_ids in self.breaks:
+    def add(self, requests: list[EngineRequest], placement: Placement = ANYWHERE) -> list[int]:
+        if requests[0].prompt_token_ids in self.breaks:
             raise ValueError("no rank has an even number")
-        self.added.append(one)
-        return 0
+        self.added += requests
+        return [0] * len(requests)
 
     def abort(self, request_ids: list[str]) -> None:
         pass
@@ -134,7 +140,7 @@ async def test_what_breaks_for_one_request_ends_that_one() -> None:
         one, two = rig.apis
         rig.engines.breaks = [[6, 6]]
         for number in range(6):  # more than may wait
-            one.group.placer.add(request(f"odd{number}", [6, 6]))
+            one.group.placer.add([request(f"odd{number}", [6, 6])])
             end = await one.end_of(f"odd{number}")
             assert (end.finish_reason, end.stop_reason) == ("error", None)
             assert end.error == "ValueError: no rank has an even number"
@@ -143,7 +149,7 @@ async def test_what_breaks_for_one_request_ends_that_one() -> None:
         assert rig.hub.metrics.totals.prompt_tokens == 0
 
         for api, name in ((one, "a"), (two, "b")):
-            api.group.placer.add(request(name))
+            api.group.placer.add([request(name)])
         await until(lambda: len(rig.engines.added) == 2)
         await rig.hub._take(0, EngineOutputs(0, [EngineOutput("a", [5], finish_reason="stop")]))
         assert (await one.end_of("a")).new_token_ids == [5]
@@ -153,8 +159,8 @@ async def test_messages_that_make_no_sense() -> None:
     """An unreadable request is answered where its id can be read; the rest is dropped."""
     async with running() as rig:
         one, two = rig.apis
-        sent = msgspec.to_builtins(hub.Add(request("bad")))
-        sent[0]["prompt_token_ids"] = ["six"]
+        sent = msgspec.to_builtins(hub.Add(Siblings(request("bad"))))
+        sent[0][0]["prompt_token_ids"] = ["six"]
         one.group._send(hub.ADD, msgspec.msgpack.encode(sent))
         end = await one.end_of("bad")
         assert end.finish_reason == "error" and "prompt_token_ids" in str(end.error)
@@ -163,7 +169,7 @@ async def test_messages_that_make_no_sense() -> None:
         assert one.group._socket is not None
         one.group._socket.send_multipart([b"one frame"])
         assert await two.group.call("reset_prefix_cache") is True
-        one.group.placer.add(request("good"))
+        one.group.placer.add([request("good")])
         await until(lambda: [r.request_id for r in rig.engines.added] == ["good"])
 
 
