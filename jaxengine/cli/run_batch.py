@@ -101,7 +101,7 @@ async def _run(
             engine.metrics.tracer = Tracer(config.server.otlp_traces_endpoint)
         app = build_app(engine, config)
         key = keys_of(config.server).api
-        headers = {} if key is None else {"authorization": f"Bearer {key.decode("latin-1")}"}
+        headers = {} if key is None else {"authorization": f"Bearer {key.decode('latin-1')}"}
         with tqdm(total=shown, unit="request", disable=shown is None, file=sys.stderr) as bar:
             return await _answer_all(app, headers, lines, out, concurrency, bar)
     finally:

@@ -185,20 +185,21 @@ class AsyncLLM:
         clock = time.monotonic()
         request_id = request_id or uuid.uuid4().hex
         internal_id = f"{request_id}-{uuid.uuid4().hex[:8]}"  # users may reuse their ids
-        processed = await off_loop(
-            request_size(prompt, params),
-            lambda: self._processor.process(
-                internal_id,
-                prompt,
-                params,
-                priority=priority,
-                cache_salt=cache_salt,
-                arrival_time=arrival,
-                check_grammar=False,
-                pooling=pooling,
-            ),
-        )
+        count = params.n if params is not None else 1
         try:
+            processed = await off_loop(
+                request_size(prompt, params),
+                lambda: self._processor.process(
+                    internal_id,
+                    prompt,
+                    params,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    arrival_time=arrival,
+                    check_grammar=False,
+                    pooling=pooling,
+                ),
+            )
             if processed.grammar is not None:
                 await self._processor.grammars.wait(processed.grammar)
             self.check()  # it may have died or begun to close meanwhile
@@ -206,6 +207,9 @@ class AsyncLLM:
         except (OverloadedError, TooManyGrammarsError) as error:
             self.metrics.rejected()
             raise OverloadedError(str(error)) from None
+        except asyncio.CancelledError:
+            self.metrics.aborted_early(count)
+            raise
         return in_flight.add(processed, request_id, kind, clock, placement)
 
     async def generate(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from jaxengine.config import EngineConfig
 from jaxengine.frontend.processor import Prompt, generation_override
 from jaxengine.frontend.validation import RequestError
@@ -109,8 +111,10 @@ def request_size(prompt: Prompt, params: SamplingParams | None) -> int:
 
 
 def _params_size(params: SamplingParams) -> int:
-    constraint = params.structured_outputs
-    size = 0 if constraint is None else len(str(constraint))
+    size = 0
+    if params.structured_outputs is not None:
+        for given in msgspec.structs.astuple(params.structured_outputs):
+            size += UNKNOWN if isinstance(given, Mapping) else _size_of(given)
     for value in (params.stop, params.bad_words, params.stop_token_ids, params.allowed_token_ids):
         size += _size_of(value)
     if params.logit_bias is not None:

@@ -154,6 +154,10 @@ class Metrics:
         """Counted for the first rank: no engine has seen the request."""
         self._first.rejections.inc()
 
+    def aborted_early(self, count: int) -> None:
+        """Of a request whose client left before any engine had seen it: its sequences."""
+        self._first.success["abort"].inc(count)
+
     def outputs(self, outputs: list[EngineOutput], now: float, rank: int = 0) -> None:
         """New tokens of a rank. Call `finished` for sequences that end, whoever ended them."""
         series = self._ranks[rank]

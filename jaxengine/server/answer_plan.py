@@ -13,7 +13,7 @@ from jaxengine.frontend.reasoning import FINAL, AnswerGate, Start, thinking_star
 from jaxengine.frontend.tokenizer import Tokenizer
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answers import Style, is_harmony, make_parser, markers
-from jaxengine.server.constraints import constraint_of
+from jaxengine.server.constraints import field_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.protocol import ChatBody
 from jaxengine.server.tool_grammar import after_reasoning, enforced_calls, free_calls
@@ -40,7 +40,7 @@ def plan_answer(
     ours = False
     # response_format is for the answer, beside which calls may stand; what is given as
     # structured_outputs is for whatever the model writes
-    alone = constraint is not None and not constraint_of(body)[1].startswith("response_format")
+    alone = constraint is not None and not field_of(body).startswith("response_format")
     if tools.enforced:
         constraint = enforced_calls(tools)
     elif not alone and tools.mode == "auto" and (constraint is not None or tools.strict):

@@ -19,7 +19,7 @@ from jaxengine.sampling_params import SamplingParams
 from jaxengine.server import legacy_functions
 from jaxengine.server.answer_plan import plan_answer
 from jaxengine.server.answers import Answer, Style, reads_answers
-from jaxengine.server.constraints import constraint_of
+from jaxengine.server.constraints import field_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.logprobs import chat_logprobs, prompt_logprobs_body
 from jaxengine.server.openapi import reference, streamed
@@ -104,7 +104,7 @@ async def run_chat(body: ChatBody, request: Request, prefix: str = "chatcmpl-") 
         body = body.model_copy(update={"stream": False, "stream_options": None})
     call, streams = await _start(body, request, prefix)
     try:
-        (final,) = await unless_hangup(request, final_outputs(streams))
+        (final,) = await unless_hangup(request, final_outputs(streams, field_of(body) or "tools"))
     finally:
         close_all(streams)()
     whole = ChatCompletion(
@@ -179,7 +179,7 @@ def _check(body: ChatBody, engine: AsyncLLM, request: Request, prefix: str) -> _
         )
     tools = tool_choice(body, engine.config.server)
     if tools.enforced and params.structured_outputs is not None:
-        field = constraint_of(body)[1].split(".")[0]
+        field = field_of(body).split(".")[0]
         raise ApiError(
             400, f"{field} and an enforced tool_choice exclude each other", param="tool_choice"
         )
@@ -213,7 +213,7 @@ async def _admit(
         if error.code == TOO_LONG:
             raise RequestError("messages", error.message, TOO_LONG) from None
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
-        if error.field == "structured_outputs" and constraint_of(body)[0] is None:
+        if error.field == "structured_outputs" and not field_of(body):
             text = re.sub(r"structured_outputs(\.\w+)?", "the schema of tools", error.message)
             raise RequestError("tools", text) from None
         if error.field == "max_tokens" and body.max_completion_tokens is not None:
@@ -280,7 +280,7 @@ async def _chunks(
     def chunk(*choices: ChatChunkChoice) -> ChatChunk:
         return ChatChunk(call.id, call.created, call.model, list(choices), usage=usage_now)
 
-    async for [(_, output)], done in merged([stream]):
+    async for [(_, output)], done in merged([stream], field_of(body) or "tools"):
         chunks = []
         if continuous:
             usage_now = usage_body(usage([output]))

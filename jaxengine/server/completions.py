@@ -16,6 +16,7 @@ from jaxengine.frontend.outputs import CompletionOutput, RequestOutput, Usage, u
 from jaxengine.frontend.processor import Prompt
 from jaxengine.frontend.validation import MAX_N, MAX_PROMPTS
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.server.constraints import field_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.logprobs import completion_logprobs, prompt_logprobs_body
 from jaxengine.server.openapi import reference, streamed
@@ -72,7 +73,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     if body.stream:
         return await sse_response(request, _chunks(call, streams, engine), close_all(streams))
     try:
-        finals = await unless_hangup(request, final_outputs(streams))
+        finals = await unless_hangup(request, final_outputs(streams, field_of(body)))
     finally:
         close_all(streams)()
     choices = []
@@ -222,7 +223,7 @@ async def _chunks(
     chunk = Completion(call.id, call.created, call.model, [])
     if ends and not continuous:
         chunk.usage = None
-    async for news, done in merged(streams):
+    async for news, done in merged(streams, field_of(call.body)):
         events = []
         for at, output in news:
             latest[at] = output

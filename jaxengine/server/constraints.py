@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.server.errors import ApiError
@@ -40,8 +42,8 @@ class Body(Protocol):
     guided_grammar: Any
 
 
-def constraint_of(body: Body) -> tuple[Constraint, str]:
-    """The constraint and the name of the field that it came in by. ApiError 400 for one that is
+def constraint_of(body: Body) -> Constraint:
+    """The constraint, checked: a schema of some size takes a while. ApiError 400 for one that is
     malformed, or for two of them."""
     found: list[tuple[Constraint, str]] = []
     try:
@@ -58,7 +60,19 @@ def constraint_of(body: Body) -> tuple[Constraint, str]:
     if len(given) > 1:
         names = [name.split(".")[0] for _, name in given]
         raise ApiError(400, f"{names[0]} and {names[1]} exclude each other", param=names[1])
-    return given[0] if given else (None, "")
+    return given[0][0] if given else None
+
+
+def field_of(body: Body) -> str:
+    """The field that a constraint came in by, of a body whose constraint was taken; "" for none."""
+    if body.structured_outputs is not None:
+        return "structured_outputs"
+    for name in _GUIDED:
+        if getattr(body, name) is not None:
+            return name
+    asked = body.response_format
+    free = asked is None or (isinstance(asked, Mapping) and asked.get("type") == "text")
+    return "" if free else _response_field(body)
 
 
 def named_as_given(error: RequestError, field: str) -> RequestError:
@@ -101,8 +115,8 @@ def _structured(value: Any) -> StructuredOutputsParams:
 
 
 def _checked(kind: str, value: Any, field: str) -> StructuredOutputsParams:
-    """Of one kind; its form is checked here, by its own name. The text is canonical JSON where a
-    schema was given as an object."""
+    """Of one kind; its form is checked here, by its own name. What was given as an object is text
+    from here on: not every value of an object travels between processes."""
     name = field if field in _GUIDED else f"{field}.{kind}"
     constraint = StructuredOutputsParams(**{kind: value})
     try:
@@ -110,6 +124,6 @@ def _checked(kind: str, value: Any, field: str) -> StructuredOutputsParams:
     except ValueError as error:
         text = re.sub(rf"^{field}\.{kind}", lambda _: name, str(error))
         raise ApiError(400, text, param=field) from None
-    if kind == "json" and spec is not None:
-        return StructuredOutputsParams(json=spec.text)
+    if spec is not None and spec.given is not None:
+        return msgspec.structs.replace(constraint, **{kind: spec.given})
     return constraint

@@ -171,7 +171,7 @@ def sampling_params(body: SamplingBody, defaults: SamplingParams, **more: Any) -
     given = {name: getattr(body, name) for name in _SAMPLING}
     chosen = {name: getattr(defaults, name) for name in SamplingParams.__struct_fields__}
     chosen |= {name: value for name, value in given.items() if value is not None}
-    chosen["structured_outputs"] = constraint_of(body)[0]
+    chosen["structured_outputs"] = constraint_of(body)
     return SamplingParams(**(chosen | more))
 
 

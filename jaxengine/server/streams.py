@@ -16,7 +16,7 @@ from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.frontend.processor import Prompt
 from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.constraints import constraint_of, named_as_given
+from jaxengine.server.constraints import field_of, named_as_given
 from jaxengine.server.errors import ApiError, ClientGone
 from jaxengine.server.protocol import SamplingBody
 
@@ -44,9 +44,9 @@ async def _hangup(request: Request) -> None:
         continue
 
 
-def raise_if_failed(output: RequestOutput) -> None:
+def raise_if_failed(output: RequestOutput, field: str = "") -> None:
     """ApiError when the engine ended a sequence with an error: 400 if it refused it, 503 if it had
-    failed itself before, else 500."""
+    failed itself before, else 500. `field`: by what name the client gave a constraint."""
     for choice in output.outputs:
         if choice.finish_reason == "error":
             text = choice.error or "the engine could not finish this request"
@@ -56,16 +56,19 @@ def raise_if_failed(output: RequestOutput) -> None:
             constraint = text.startswith("structured_outputs")
             refused = constraint or choice.stop_reason == INVALID_REQUEST
             param = "structured_outputs" if constraint else "prompt"
+            if constraint:
+                named = named_as_given(RequestError(param, text), field)
+                param, text = named.field, named.message
             raise ApiError(400 if refused else 500, text, param=param if refused else None)
 
 
-async def final_outputs(streams: Sequence[RequestStream]) -> list[RequestOutput]:
-    """The last output of each stream of kind "final"."""
+async def final_outputs(streams: Sequence[RequestStream], field: str = "") -> list[RequestOutput]:
+    """The last output of each stream of kind "final"; `field` as in `raise_if_failed`."""
     finals = []
     for stream in streams:
         last = None
         async for output in stream:
-            raise_if_failed(output)
+            raise_if_failed(output, field)
             last = output
         if last is None:
             raise ApiError(500, "the engine ended a request without an output")
@@ -74,10 +77,10 @@ async def final_outputs(streams: Sequence[RequestStream]) -> list[RequestOutput]
 
 
 async def merged(
-    streams: Sequence[RequestStream],
+    streams: Sequence[RequestStream], field: str = ""
 ) -> AsyncIterator[tuple[list[tuple[int, RequestOutput]], bool]]:
     """Whenever there is something: all that came meanwhile, as (position of the stream, output),
-    and whether that was the last."""
+    and whether that was the last. `field` as in `raise_if_failed`."""
     wake = asyncio.Event()
     for stream in streams:
         stream.wake(wake)
@@ -89,7 +92,7 @@ async def merged(
             await wake.wait()
             continue
         for i, output in news:
-            raise_if_failed(output)
+            raise_if_failed(output, field)
             if output.finished:
                 del left[i]
         yield news, not left
@@ -132,6 +135,6 @@ async def admit(
     except BaseException as error:
         close_all(streams)()
         if isinstance(error, RequestError) and params.structured_outputs is not None:
-            raise named_as_given(error, constraint_of(body)[1]) from None
+            raise named_as_given(error, field_of(body)) from None
         raise
     return streams

@@ -394,7 +394,8 @@ def test_overflow_is_recognisable(thinker: Server) -> None:
 # -- F50: effort switches thinking ---------------------------------------------------------------
 
 ASKED = (
-    "{% if enable_thinking is defined and enable_thinking %}THINK{% else %}PLAIN AS EVER {% endif %}"
+    "{% if enable_thinking is defined and enable_thinking %}THINK{% else %}"
+    "PLAIN AS EVER {% endif %}"
     "{{ messages[-1].content }}"
 )
 
