@@ -96,8 +96,8 @@ class CacheConfig:
     kv_offloading_size: float | None = None
     """GiB of host memory for KV blocks; short for an OffloadingConnector with that only."""
     kv_events_config: str | dict[str, Any] | None = None
-    """JSON: enable, endpoint, replay_endpoint, buffer_steps, hwm, topic of the events of the
-    prefix cache, published over ZMQ."""
+    """JSON: enable, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic of
+    the events of the prefix cache, published over ZMQ."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class SchedulerConfig:
     num_speculative_tokens_per_batch_size ([[first, last, K], ...]), prompt_lookup_max,
     prompt_lookup_min, adaptive, and what docs/speculation.md lists."""
     max_num_queued_reqs: int | None = None
-    """Refuse (503) above so many waiting requests."""
+    """Refuse (503) above so many waiting requests; one of n answers counts n times."""
     max_num_queued_tokens: int | None = None
     """Refuse (503) above so many waiting prompt tokens."""
 
@@ -187,7 +187,7 @@ class FaultConfig:
     by order. The device lives in a worker process of its own."""
     fault_tolerance_config: str | dict[str, Any] | None = None
     """JSON: engine_recovery_timeout_sec (120), auto_recover (never | retry | respawn),
-    step_timeout_sec (watchdog of one step)."""
+    step_timeout_sec (60: of one step, and of an engine's silence)."""
     retry_aborted_requests: bool = False
     """Replay greedy and seeded requests of a failed rank on another; the client sees no gap."""
     inject_faults: str | None = None

@@ -30,3 +30,14 @@ def is_local(address: str) -> bool:
     """Whether only this machine can reach what listens there."""
     match = _TCP.fullmatch(address)
     return match is None or _LOCAL_HOST.fullmatch(match[1]) is not None
+
+
+def numbered(address: str, number: int) -> str:
+    """The address of one of several that listen: the port plus the number, or the name with it.
+    A port that the system chooses is left to it."""
+    if number == 0:
+        return address
+    head, _, port = address.rpartition(":")
+    if not address.startswith("tcp://"):
+        return f"{address}_dp{number}"
+    return address if port in ("*", "0") else f"{head}:{int(port) + number}"

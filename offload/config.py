@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxengine.json_setting import json_object
-from jaxengine.offload.addresses import check_address
+from jaxengine.offload.addresses import check_address, numbered
 
 GIB = 2**30
 
@@ -55,9 +55,13 @@ class OffloadConfig:
     max_queue: int = 1024  # tasks that may wait for a tier, per direction
     lookup_timeout: float = 10.0  # longest that a request waits for tiers before it computes
 
-    def share(self, count: int) -> OffloadConfig:
-        """The settings of one of `count` shards of an engine, which divide the host memory."""
-        return replace(self, cpu_bytes=self.cpu_bytes // count)
+    def share(self, count: int, shard: int = 0, rank: int = 0) -> OffloadConfig:
+        """The settings of a shard of an engine with `count` of them, which divide the host memory.
+        Each shard of each rank listens on a port of its own."""
+        p2p = self.p2p
+        if p2p is not None and p2p.bind is not None:
+            p2p = replace(p2p, bind=numbered(p2p.bind, rank * count + shard))
+        return replace(self, cpu_bytes=self.cpu_bytes // count, p2p=p2p)
 
     @property
     def shares_hashes(self) -> bool:

@@ -1,17 +1,15 @@
 """Events of the prefix cache, for routers that want to know which engine holds what.
 
-Only data and the replay buffer; who publishes them is not the planner's business.
+Who publishes them, and in what form, is not the planner's business.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-
-import msgspec
+from dataclasses import dataclass
 
 
-class BlockStored(msgspec.Struct, array_like=True, tag=True):
+@dataclass(frozen=True)
+class BlockStored:
     """Blocks (a stretch of one chain) became findable."""
 
     block_hashes: list[bytes]
@@ -22,7 +20,8 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True):
     medium: str = "GPU"
 
 
-class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
+@dataclass(frozen=True)
+class BlockRemoved:
     """No block with these hashes is left."""
 
     block_hashes: list[bytes]
@@ -30,37 +29,42 @@ class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
     medium: str = "GPU"
 
 
-class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
+@dataclass(frozen=True)
+class AllBlocksCleared:
     """The whole cache was forgotten."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class EventBatch(msgspec.Struct, array_like=True):
-    """What one step changed. `ts` is wall-clock seconds."""
+class Union:
+    """The events of several pools as of one: what is gone from a pool is gone only when no other
+    pool has it."""
 
-    ts: float
-    events: list[KVEvent]
-    data_parallel_rank: int | None = None
+    def __init__(self, pools: int) -> None:
+        self._held: list[set[tuple[int, bytes]]] = [set() for _ in range(pools)]
 
+    def take(self, pool: int, events: list[KVEvent]) -> list[KVEvent]:
+        """What of a pool's events holds for all pools."""
+        told: list[KVEvent] = []
+        held = self._held[pool]
+        for event in events:
+            if isinstance(event, BlockStored):
+                held.update((event.group_idx, one) for one in event.block_hashes)
+                told.append(event)
+            elif isinstance(event, BlockRemoved):
+                gone = [(event.group_idx, one) for one in event.block_hashes]
+                held.difference_update(gone)
+                told += self._removed(gone)
+            else:
+                gone, self._held[pool] = list(held), set()
+                held = self._held[pool]
+                told += self._removed(gone) if any(self._held) else [event]
+        return told
 
-class ReplayBuffer:
-    """The last `max_batches` batches, numbered from 0 without gaps."""
-
-    def __init__(self, max_batches: int = 10_000, data_parallel_rank: int | None = None) -> None:
-        self._batches: deque[tuple[int, EventBatch]] = deque(maxlen=max_batches)
-        self._rank = data_parallel_rank
-        self.next_sequence = 0
-
-    def append(self, events: list[KVEvent]) -> tuple[int, EventBatch]:
-        """Store the events of one step. Returns (sequence number, batch)."""
-        batch = EventBatch(time.time(), events, self._rank)
-        entry = (self.next_sequence, batch)
-        self._batches.append(entry)
-        self.next_sequence += 1
-        return entry
-
-    def since(self, sequence: int) -> list[tuple[int, EventBatch]]:
-        """Batches from `sequence` on that are still held, oldest first."""
-        return [entry for entry in self._batches if entry[0] >= sequence]
+    def _removed(self, gone: list[tuple[int, bytes]]) -> list[KVEvent]:
+        by_group: dict[int, list[bytes]] = {}
+        for group, one in gone:
+            if not any((group, one) in held for held in self._held):
+                by_group.setdefault(group, []).append(one)
+        return [BlockRemoved(hashes, group) for group, hashes in by_group.items()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jaxengine.sched.kv_events import KVEvent
+from jaxengine.sched.kv_events import KVEvent, Union
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
 
@@ -19,6 +19,7 @@ class ShardedScheduler:
     def __init__(self, shards: Sequence[Scheduler]) -> None:
         self.shards = list(shards)
         self._home: dict[str, Scheduler] = {}
+        self._cached = Union(len(self.shards))
 
     def add(self, request: Request) -> None:
         """Place a request. Raises ValueError as `Scheduler.add` does."""
@@ -85,7 +86,11 @@ class ShardedScheduler:
         return sum(shard.kv_usage for shard in self.shards) / len(self.shards)
 
     def take_events(self) -> list[KVEvent]:
-        return [event for shard in self.shards for event in shard.take_events()]
+        """As of one cache: a block is gone when no shard has it any more."""
+        events: list[KVEvent] = []
+        for i, shard in enumerate(self.shards):
+            events += self._cached.take(i, shard.take_events())
+        return events
 
     def check_integrity(self) -> None:
         for shard in self.shards:

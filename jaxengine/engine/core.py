@@ -51,6 +51,7 @@ from jaxengine.executor.base import Batch, Executor, Verifier
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import WorkerDied
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.kv_events import AllBlocksCleared
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.scheduler import Scheduler
 from jaxengine.sched.sharded import ShardedScheduler
@@ -401,6 +402,8 @@ class EngineCore:
             except Exception:  # noqa: BLE001 - the fault may have been in the planner itself
                 log.exception("the fault broke the planner's books; they are begun anew")
                 self._plan_afresh()
+                if self._events is not None:
+                    self._events.publish([AllBlocksCleared()])
 
     def recover(self, respawn: bool) -> None:
         """After `on_fault`: an empty device state; with `respawn`, in a new worker process.
@@ -443,6 +446,8 @@ class EngineCore:
         if self.lockstep is not None:
             stats.extra |= self.lockstep.figures()
         stats.extra |= self._figures.figures(self._sleep_level)
+        if self._events is not None:
+            stats.extra |= self._events.counts.snapshot()
         loading = sum(len(shard.state.loading) for shard in self._shards)
         stats.extra["waiting_deferred"] = float(self._grammars.num_waiting + loading)
         if self._transfers.is_open:

@@ -3,6 +3,7 @@ a map by field name whose `type` names it."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ def encode_batch(at: float, events: list[KVEvent], rank: int) -> bytes:
 
 
 def _fields(event: KVEvent) -> dict[str, Any]:
-    fields: dict[str, Any] = {"type": type(event).__name__, **msgspec.structs.asdict(event)}
+    fields: dict[str, Any] = {"type": type(event).__name__, **dataclasses.asdict(event)}
     if isinstance(event, BlockStored):  # there are no adapters, but subscribers want the fields
         fields["lora_id"] = fields["lora_name"] = None
     return fields

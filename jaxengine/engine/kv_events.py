@@ -19,7 +19,7 @@ import zmq
 from jaxengine.engine.kv_event_replay import MAX_REQUEST_BYTES, Replays, Socket, number
 from jaxengine.engine.kv_event_wire import encode_batch
 from jaxengine.json_setting import json_object
-from jaxengine.offload.addresses import check_address, is_local
+from jaxengine.offload.addresses import check_address, is_local, numbered
 from jaxengine.offload.counters import Counters
 from jaxengine.offload.seldom import SeldomLog
 from jaxengine.sched.kv_events import KVEvent
@@ -214,7 +214,7 @@ class KVEventPublisher:
 
 def _bind(socket: Socket, endpoint: str, rank: int) -> str:
     """Listen on the rank's own endpoint. Returns what it is."""
-    address = _of_rank(endpoint, rank)
+    address = numbered(endpoint, rank)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.IPV6, int("[" in address))
     try:
@@ -224,14 +224,3 @@ def _bind(socket: Socket, endpoint: str, rank: int) -> str:
     if not is_local(address):
         log.warning("kv events: whoever reaches %s can read the tokens of all prompts", address)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
-def _of_rank(endpoint: str, rank: int) -> str:
-    """Each rank its own endpoint: the port plus the rank, or the name with the rank. A port that
-    the system chooses is left to it."""
-    if rank == 0:
-        return endpoint
-    head, _, port = endpoint.rpartition(":")
-    if not endpoint.startswith("tcp://"):
-        return f"{endpoint}_dp{rank}"
-    return endpoint if port in ("*", "0") else f"{head}:{int(port) + rank}"

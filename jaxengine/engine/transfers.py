@@ -39,9 +39,10 @@ class Transfers:
         if config.parallel.nnodes > 1 or config.parallel.pipeline_parallel_size > 1:
             raise ValueError("KV offload works within one node and without pipeline stages")
         shared = config.fault.enable_fault_tolerance
-        for _ in range(num_shards):
-            one = build_offload(wanted.share(num_shards), layout, planner, facts, shared)
-            self._offloads.append(one)
+        rank = config.data_parallel.data_parallel_rank or 0
+        for shard in range(num_shards):
+            share = wanted.share(num_shards, shard, rank)
+            self._offloads.append(build_offload(share, layout, planner, facts, shared))
         executor.open_transfers([offload.pool for offload in self._offloads], layout)
 
     def connector(self, shard: int) -> KVConnector | None:

@@ -50,7 +50,7 @@ _SPEC = {
         "Rows computed for sequences that had ended meanwhile.",
     ),
 }
-_NOW = re.compile(r"(?:_queue|_usage|_blocks|_in_flight|^warm)$")  # falls as well as rises
+_NOW = re.compile(r"(?:_queue|_usage|_host_blocks|_in_flight|^warm)$")  # falls as well as rises
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,8 @@ def test_figures_become_families() -> None:
     }
     assert {k: found[f"jaxengine:{k[0]}", k[1]] for k in wanted} == wanted
     assert place_figure("odd-name").family == "odd_name"
+    assert place_figure("kv_offload_fs_read_blocks").kind == "counter"
+    assert place_figure("kv_offload_host_blocks").kind == "gauge"
 
 
 def test_counters_of_an_engine_that_began_anew() -> None:

@@ -155,3 +155,11 @@ def test_what_cannot_work_together(tmp_path: pathlib.Path) -> None:
         build_offload(config_for(0, planner), layout, planner, {})
     with pytest.raises(ValueError, match="eviction_policy must be one of"):
         build_offload(config_for(4, planner, eviction_policy="x"), layout, planner, {})
+
+
+def test_every_shard_of_every_rank_has_an_address_of_its_own() -> None:
+    config = parse_offload(with_extra(p2p={"bind": "tcp://127.0.0.1:5710"}))
+    assert config is not None
+    shares = [config.share(2, shard, rank) for rank in range(2) for shard in range(2)]
+    binds = [share.p2p.bind for share in shares if share.p2p is not None]
+    assert binds == [f"tcp://127.0.0.1:{port}" for port in range(5710, 5714)]

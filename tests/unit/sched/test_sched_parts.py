@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 
 from jaxengine.sched.block_pool import BlockPool
 from jaxengine.sched.hashing import extend_hashes, hash_function, root_hash, salt_extra
-from jaxengine.sched.kv_events import BlockRemoved, BlockStored, EventBatch, ReplayBuffer
+from jaxengine.sched.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Union
 from jaxengine.sched.queue import make_queue
 from jaxengine.sched.request import Request
 from jaxengine.sched.rows import fit_budget
@@ -126,13 +125,19 @@ def test_budget_goes_out_in_order() -> None:
     assert fit_budget(n, 0).tolist() == [0, 0, 0, 0, 0]
 
 
-def test_replay_buffer_is_bounded_and_its_batches_travel() -> None:
-    buffer = ReplayBuffer(max_batches=2, data_parallel_rank=1)
-    for i in range(3):
-        buffer.append([BlockRemoved(block_hashes=[bytes([i])])])
-    assert [sequence for sequence, _ in buffer.since(0)] == [1, 2]
-    assert [sequence for sequence, _ in buffer.since(2)] == [2]
-    stored = BlockStored([b"h"], None, [1, 2], 2)
-    _, batch = buffer.append([stored])
-    wire = msgspec.msgpack.encode(batch)
-    assert msgspec.msgpack.decode(wire, type=EventBatch) == batch
+def test_what_one_pool_forgets_others_may_have() -> None:
+    """Subscribers know an engine, not its shards."""
+    union = Union(2)
+    both = BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2)
+    assert union.take(0, [both]) == [both] == union.take(1, [both])
+    own = BlockStored([b"c"], b"b", [5, 6], 2)
+    union.take(0, [own])
+    assert union.take(0, [BlockRemoved([b"b", b"c"])]) == [BlockRemoved([b"c"])]
+    assert union.take(1, [BlockRemoved([b"b"])]) == [BlockRemoved([b"b"])]
+    union.take(1, [own])
+    assert union.take(1, [AllBlocksCleared()]) == [BlockRemoved([b"c"])]
+    assert union.take(0, [AllBlocksCleared()]) == [AllBlocksCleared()]
+    other = BlockStored([b"a"], None, [1, 2], 2, group_idx=1)  # another group's block, same name
+    union.take(0, [BlockStored([b"a"], None, [1, 2], 2)])
+    union.take(1, [other])
+    assert union.take(0, [BlockRemoved([b"a"])]) == [BlockRemoved([b"a"])]
