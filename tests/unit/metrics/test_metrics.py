@@ -197,14 +197,16 @@ def test_status_line_has_rates_of_the_interval() -> None:
         assert part in line
 
 
-def test_one_span_a_request() -> None:
-    """Children of the client's span, with vLLM's attributes."""
+@pytest.mark.parametrize("sampled", ["01", "00"])
+def test_one_span_a_request(sampled: str) -> None:
+    """Children of the client's span, with vLLM's attributes; whether there are spans is not the
+    client's to say (L10)."""
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     kept = InMemorySpanExporter()
     metrics = Metrics("m", 1000)
     metrics.tracer = Tracer("http://127.0.0.1:1", kept)
-    token = TRACE_HEADERS.set({"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+    token = TRACE_HEADERS.set({"traceparent": f"00-{'a' * 32}-{'b' * 16}-{sampled}"})
     try:
         _run(metrics)
     finally:
