@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many tests need files that may not be redistributed (see tests/data/README.md)."""
+    """What tests have to show (`record_property("shown", text)`), and how many of them need files
+    that may not be redistributed (see tests/data/README.md)."""
+    for kind in ("passed", "failed"):
+        for report in terminalreporter.stats.get(kind, []):
+            for name, text in report.user_properties:
+                if name == "shown":
+                    terminalreporter.write_line(str(text))
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if NOT_HERE in str(r.longrepr)]
     if skipped:
         terminalreporter.write_line(

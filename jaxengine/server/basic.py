@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.responses import Response
@@ -132,15 +133,16 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         text, special = await render(body, engine, tools), bool(body.add_special_tokens)
     field = "messages" if body.prompt is None else "prompt"
     check_length(text, engine, field)
-    ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
-    answer: dict[str, Any] = {
-        "tokens": ids,
-        "count": len(ids),
-        "max_model_len": engine.ready.max_model_len,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.tk.id_to_token(i) for i in ids]
-    return JSONResponse(answer)
+    longest = engine.ready.max_model_len
+
+    def content() -> bytes:
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": longest}
+        if body.return_token_strs:
+            answer["token_strs"] = [tokenizer.tk.id_to_token(i) for i in ids]
+        return msgspec.json.encode(answer)
+
+    return Response(await off_loop(len(text), content), media_type="application/json")
 
 
 @router.get("/tokenizer_info", responses=answers(404, 503))

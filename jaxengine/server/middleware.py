@@ -3,6 +3,7 @@ log."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -19,6 +20,7 @@ from jaxengine.server.anthropic_errors import anthropic_error, is_anthropic
 from jaxengine.server.errors import CLIENT_GONE, ApiError, error_response
 from jaxengine.server.hosts import is_trusted, netloc_of, trusted_hosts
 from jaxengine.server.keys import Keys
+from jaxengine.server.memory import LARGE, give_back
 from jaxengine.server.state import REQUEST_ID
 
 log = logging.getLogger("jaxengine.access")
@@ -89,6 +91,8 @@ class Gate:
                     if anthropic
                     else error_response(refusal)
                 )
+                if headers.get("expect", "").lower() != "100-continue":
+                    await self._discard(receive)
                 await answer(scope, receive, send_with_id)
             else:
                 # every body here is JSON, whatever its label: `curl -d` calls it a form
@@ -96,6 +100,8 @@ class Gate:
                 scope["headers"] = [*unlabelled, (b"content-type", b"application/json")]
                 await self._app(scope, self._counted(scope, receive), send_with_id)
         finally:
+            if scope.get("body_bytes", 0) > LARGE:
+                asyncio.get_running_loop().run_in_executor(None, give_back)
             level = logging.DEBUG if path in _OPEN_PATHS else logging.INFO
             spent = 1000 * (time.monotonic() - began)
             log.log(
@@ -164,6 +170,15 @@ class Gate:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_bytes} bytes")
 
+    async def _discard(self, receive: Receive) -> None:
+        """Read what comes of a body that nobody wants, within the limit: most clients read the
+        answer only once they have sent it all."""
+        size, more = 0, True
+        while more and size <= self._max_bytes:
+            message = await receive()
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False)
+
     def _counted(self, scope: Scope, receive: Receive) -> Receive:
         """Count what a body holds as it comes: bytes, which need not have been announced, and
         values."""
@@ -171,17 +186,20 @@ class Gate:
 
         async def counted() -> Message:
             nonlocal size, values
-            message = await receive()
-            if message["type"] == "http.request":
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return message
                 part = message.get("body", b"")
                 size += len(part)
                 values += part.count(b",") + part.count(b"{") + part.count(b"[")
                 scope["body_bytes"] = size
                 if size > self._max_bytes:
                     raise HTTPException(413, self._too_large().message)
-                if values > MAX_VALUES:
+                if values <= MAX_VALUES:
+                    return message
+                if not message.get("more_body", False):  # a client reads once it has sent it all
                     raise HTTPException(413, f"the body holds more than {MAX_VALUES} values")
-            return message
 
         return counted
 
