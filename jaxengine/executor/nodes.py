@@ -19,6 +19,7 @@ import zmq
 
 from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.engine.dp.coupling import member_of
+from jaxengine.engine.dp.strangers import Strangers
 from jaxengine.executor.around import AroundRunner
 from jaxengine.executor.base import Batch
 from jaxengine.executor.worker_messages import Array, Call, Sample, Stop, Submit, WireBatch
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 JOIN_SECONDS = 600  # all nodes load and compile first
 _POLL_MS = 1000
+_MOST_BYTES = 4096  # of what a node says to node 0: its digest
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Submit | Sample | Call | Stop).decode
 
@@ -104,22 +106,29 @@ class LeadingRunner(AroundRunner):
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.bind(_address(config.parallel))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         self._others = [_name(rank) for rank in range(1, config.parallel.nnodes)]
-        self._welcome(digest(config))
+        try:
+            self._socket.bind(_address(config.parallel))
+            self._welcome(digest(config))
+        except BaseException:
+            self._context.destroy(linger=0)  # an open socket would hold the process back
+            raise
 
     def _welcome(self, expected: bytes) -> None:
         missing, deadline = set(self._others), time.monotonic() + JOIN_SECONDS
+        strangers = Strangers("the port where nodes join")
         while missing:
             left = deadline - time.monotonic()
             if left <= 0 or not self._socket.poll(int(left * 1000)):
                 raise RuntimeError(f"nodes did not join: {', '.join(map(bytes.decode, missing))}")
-            name, told = self._socket.recv_multipart()[:2]
-            if told != expected:
-                raise RuntimeError(
-                    f"{name.decode(errors='replace')} has other settings than node 0"
-                )
-            missing.discard(name)
+            name, *told = self._socket.recv_multipart()
+            if name not in self._others:
+                strangers.ignore(name, "it is none of the nodes")
+            elif told != [expected]:
+                raise RuntimeError(f"{name.decode()} has other settings than node 0")
+            else:
+                missing.discard(name)
 
     def _tell(self, command: Submit | Sample | Call | Stop) -> None:
         data = _encode(command)

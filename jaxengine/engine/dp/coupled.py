@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from jaxengine.engine import wire
 from jaxengine.engine.client import EngineClient, EngineDeadError
 from jaxengine.engine.dp import waves
-from jaxengine.engine.dp.coupling import free_ports
+from jaxengine.engine.dp.coupling import free_port
 from jaxengine.engine.dp.health import DEAD, DRAINING, HEALTHY, STARTING, UNHEALTHY, Board
 from jaxengine.engine.messages import EngineOutput, FaultToleranceRequest, RankStatus
 
@@ -41,7 +41,7 @@ class Coupled:
         """`restart` starts the process of a rank anew, and says what went wrong. `settled` hears
         False when the group broke and will be formed again unasked, True when it was, or when that
         was given up."""
-        self.port = free_ports()
+        self.port = free_port()
         self._clients = clients
         self._board = board
         self._restart = restart
@@ -150,9 +150,9 @@ class Coupled:
                 return f"the ranks do not stand still: {self._board.describe()}"
             await asyncio.sleep(0.01)
         try:
-            self.port = free_ports()
+            self.port = free_port()
         except OSError as error:
-            return f"no free ports: {error}"
+            return str(error)
         self._coordinator = waves.Coordinator()
         self._broken = False
         self._back.clear()

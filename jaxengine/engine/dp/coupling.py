@@ -5,21 +5,28 @@ server. Their workers form one group of `jax.distributed` that runs one program 
 attention data parallelism inside one engine does, so they step together and fail together. Every
 rank still plans for itself, over its own KV pool.
 
-A group lives at a pair of ports: one for jax.distributed, the next one for the exchange of wishes
-(`exchange.py`). A group that broke is never repaired: a new one is formed at new ports, and what
-still says anything about the old ports is out of date.
+A group lives at a port, that of jax.distributed. The exchange of wishes (`exchange.py`) is over a
+socket file named after the port, in a folder that only this user may enter. A group that broke is
+never repaired: a new one is formed at a new port, and what still says anything about the old port
+is out of date.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import socket
+import stat
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from jaxengine.config import EngineConfig
 
 HOST = "127.0.0.1"
 _PORTS = 15_000, 32_000  # below the ephemeral ones
+_LONGEST_FOLDER = 80  # bytes: a socket's whole path may have 107
 
 
 class Interrupted(Exception):
@@ -33,10 +40,6 @@ class Member:
     rank: int
     size: int
     port: int
-
-    @property
-    def exchange_address(self) -> str:
-        return f"tcp://{HOST}:{self.port + 1}"
 
 
 def is_coupled(config: EngineConfig) -> bool:
@@ -98,17 +101,39 @@ def member_of(config: EngineConfig) -> Member | None:
     return Member(rank, size, parallel.master_port)
 
 
-def free_ports() -> int:
-    """A port that is free on the loopback together with the next one. It is bound seconds later,
-    so it is none that the system gives to whoever asks for any."""
+def free_port() -> int:
+    """A port that is free on the loopback. It is bound seconds later, so it is none that the system
+    gives to whoever asks for any."""
     chance = random.SystemRandom()
     for _ in range(100):
         port = chance.randrange(*_PORTS)
-        with socket.socket() as first, socket.socket() as second:
+        with socket.socket() as tried:
             try:
-                first.bind((HOST, port))
-                second.bind((HOST, port + 1))
+                tried.bind((HOST, port))
             except OSError:
                 continue
             return port
-    raise OSError("no two free ports side by side on the loopback")
+    raise OSError("no free port on the loopback")
+
+
+def exchange_address(port: int) -> str:
+    """Where the group at this port exchanges its wishes. Raises ValueError when there is no folder
+    for it that other users are kept out of."""
+    return f"ipc://{_private_folder()}/ranks-{port}"
+
+
+def _private_folder() -> Path:
+    bases = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]
+    for base in filter(None, bases):
+        folder = Path(base) / f"jaxengine-{os.geteuid()}"
+        if len(os.fsencode(folder)) <= _LONGEST_FOLDER and os.access(base, os.W_OK | os.X_OK):
+            break
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()  # a link may lead anywhere
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ValueError(
+            f"{folder} is not a folder that only this user may enter; ranks that share experts "
+            "meet there: remove it, or set TMPDIR to another place"
+        )
+    return folder

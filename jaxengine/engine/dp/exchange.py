@@ -1,7 +1,7 @@
 """Before every step coupled ranks tell each other what they want, and all do the same.
 
 Each rank sends a wish to rank 0, which combines them and answers all alike. That is one round over
-the loopback, while the device works on the step before. Ranks never wait for each other elsewhere
+a socket file, while the device works on the step before. Ranks never wait for each other elsewhere
 on the host; a rank that does not come in time breaks the group.
 """
 
@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from jaxengine.engine.dp.coupling import Member
+from jaxengine.engine.dp.coupling import Member, exchange_address
+from jaxengine.engine.dp.strangers import Strangers
 from jaxengine.executor.choice import ProgramKey
 from jaxengine.sched.batch import Bucket
 
 _LOOK_MS = 20  # between looks at what else may end the wait
+_MOST_BYTES = 16 * 2**20  # of a message; the names of all programs are the most of it
 
 
 class PeerLostError(RuntimeError):
@@ -128,18 +130,22 @@ class Exchange:
     """One rank's end. Made for one group; the next one has its own. One thread uses it."""
 
     def __init__(self, member: Member, combiner: Combiner | None) -> None:
-        """`combiner` is rank 0's."""
+        """`combiner` is rank 0's. Raises ValueError as `coupling.exchange_address` does."""
+        address = exchange_address(member.port)
         self._member = member
         self._combiner = combiner
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER if combiner is None else zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._names = [_name(rank, member.port) for rank in range(member.size)]
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+        # Those who come to rank 0, by name.
+        self._others = {_name(rank, member.port): rank for rank in range(1, member.size)}
+        self._strangers = Strangers("the exchange of ranks that share experts")
         if combiner is None:
-            self._socket.setsockopt(zmq.IDENTITY, self._names[member.rank])
-            self._socket.connect(member.exchange_address)
+            self._socket.setsockopt(zmq.IDENTITY, _name(member.rank, member.port))
+            self._socket.connect(address)
         else:
-            self._socket.bind(member.exchange_address)
+            self._socket.bind(address)
 
     def agree(self, wish: Wish, look: Callable[[], None], limit: float) -> Agreement:
         """Give the wish and wait for what all do. `look` is called now and then, and raises what
@@ -152,14 +158,26 @@ class Exchange:
         wishes: dict[int, Wish] = {0: wish}
         while len(wishes) < self._member.size:
             missing = ", ".join(str(r) for r in range(self._member.size) if r not in wishes)
-            frames = self._receive(look, deadline, f"no word from rank {missing}")
-            if len(frames) == 2 and frames[0] in self._names:  # else it is not one of this group
-                wishes[self._names.index(frames[0])] = _decode_wish(frames[1])
+            found = self._wish_of(self._receive(look, deadline, f"no word from rank {missing}"))
+            if found is not None:
+                wishes[found[0]] = found[1]
         agreement = self._combiner.combine([wishes[rank] for rank in range(self._member.size)])
         answer = _encode(agreement)
-        for name in self._names[1:]:
+        for name in self._others:
             self._socket.send_multipart([name, answer])
         return agreement
+
+    def _wish_of(self, frames: list[bytes]) -> tuple[int, Wish] | None:
+        """Which rank wishes what; None for a message that is not of this group."""
+        rank = self._others.get(frames[0])
+        if rank is None or len(frames) != 2:
+            self._strangers.ignore(frames[0], "it is not of this group")
+            return None
+        try:
+            return rank, _decode_wish(frames[1])
+        except msgspec.MsgspecError:
+            self._strangers.ignore(frames[0], "it is no wish")
+            return None
 
     def _receive(self, look: Callable[[], None], deadline: float, what: str) -> list[bytes]:
         while not self._socket.poll(_LOOK_MS):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
+import zmq
 
-from jaxengine.engine.dp.coupling import Interrupted, Member, free_ports
+from jaxengine.engine.dp.coupling import Interrupted, Member, exchange_address, free_port
 from jaxengine.engine.dp.exchange import (
     Agreement,
     Combiner,
@@ -108,7 +110,7 @@ def never() -> None:
 
 
 def ends(size: int) -> list[Exchange]:
-    port = free_ports()
+    port = free_port()
     return [
         Exchange(Member(rank, size, port), combiner(size) if rank == 0 else None)
         for rank in range(size)
@@ -161,3 +163,59 @@ def test_the_wait_ends_when_the_rank_is_told_to_stop() -> None:
         ranks[1].agree(wish(), look, 10)
     for one in ranks:
         one.close()
+
+
+# -- strangers ------------------------------------------------------------------------------
+
+
+def test_what_no_rank_said_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Names of none of the others, rank 0's own among them, and messages that are no wish."""
+    ranks = ends(2)
+    port = ranks[0]._member.port
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    strangers = []
+    for name in (f"rank 0 of {port}", f"rank 2 of {port}", "\x1b[2J\nrank 1", "y" * 200):
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.IDENTITY, name.encode())
+        stranger.connect(exchange_address(port))
+        stranger.send(b"\xc1 is not msgpack")
+        stranger.send_multipart([b"two", b"parts"])
+        strangers.append(stranger)
+    ranks[1]._socket.send(b"\xc1")
+    ranks[1]._socket.send_multipart([b"two", b"parts"])
+    got: list[Agreement] = []
+    with caplog.at_level(logging.WARNING):
+        # All that the strangers say is read before the wish of rank 1 comes.
+        first = beside(lambda: got.append(ranks[0].agree(wish(decode(1), ALL), never, 20)))
+        until(lambda: ranks[0]._strangers.num_ignored == 10)
+        second = beside(lambda: got.append(ranks[1].agree(wish(decode(1), ALL), never, 20)))
+        first.join(20)
+        second.join(20)
+    assert len(got) == 2 and got[0] == got[1] and got[0].shape == (Bucket(1, 1, True), 1)
+    assert len(caplog.records) == 1  # in a minute
+    assert caplog.messages[0].isprintable()
+    context.destroy(linger=0)
+    for one in ranks:
+        one.close()
+
+
+def test_a_message_without_end_is_not_read() -> None:
+    ranks = ends(2)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    stranger.connect(exchange_address(ranks[0]._member.port))
+    stranger.send(bytes(17 * 2**20))
+    disconnected = monitor.poll(15_000)
+    stranger.disable_monitor()
+    context.destroy(linger=0)
+    for one in ranks:
+        one.close()
+    assert disconnected, "it was read"
+
+
+def until(check: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)

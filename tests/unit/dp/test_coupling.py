@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import stat
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.dp.coupling import (
     Member,
     check_coupled,
-    free_ports,
+    exchange_address,
+    free_port,
     is_coupled,
     member_config,
     member_of,
@@ -72,9 +76,58 @@ def test_a_member_is_one_process_of_the_whole() -> None:
     # neither is what a user may set, nor a mistake that looks like it
     with pytest.raises(ValueError, match="does not go with --data-parallel-rank"):
         EngineConfig.of(data_parallel_size=2, data_parallel_rank=1, data_parallel_size_local=2)
-    assert Member(1, 2, 15002).exchange_address == "tcp://127.0.0.1:15003"
 
 
 def test_ports_are_none_that_others_get_by_chance() -> None:
     for _ in range(5):
-        assert 15_000 <= free_ports() < 32_000
+        assert 15_000 <= free_port() < 32_000
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """Where sockets go, here of this test alone."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    if len(str(tmp_path)) > 60:
+        monkeypatch.setattr("jaxengine.engine.dp.coupling._LONGEST_FOLDER", 500)
+    return tmp_path / f"jaxengine-{os.geteuid()}"
+
+
+def test_ranks_meet_where_no_other_user_may_come(folders: pathlib.Path) -> None:
+    assert exchange_address(15002) == f"ipc://{folders}/ranks-15002" == exchange_address(15002)
+    assert stat.S_IMODE(folders.stat().st_mode) == 0o700
+
+
+def test_a_folder_of_somebody_else_is_refused(
+    folders: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "is not a folder that only this user may enter"
+    folders.mkdir(mode=0o755)
+    with pytest.raises(ValueError, match=said):
+        exchange_address(15002)
+    folders.rmdir()
+    elsewhere = folders.parent / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    folders.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=said):
+        exchange_address(15002)
+    folders.unlink()
+    folders.write_text("a file")
+    with pytest.raises(ValueError, match=said):
+        exchange_address(15002)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(ValueError, match=f"jaxengine-{other} {said}"):
+        exchange_address(15002)
+
+
+def test_a_long_path_is_left_for_a_short_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """A socket's path may have 107 bytes."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    address = exchange_address(31999)
+    assert not address.startswith(f"ipc://{long}") and len(address) < 107
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "is not there"))
+    assert exchange_address(31999) == address

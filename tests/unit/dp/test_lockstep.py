@@ -15,7 +15,7 @@ import pytest
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.dp import waves
-from jaxengine.engine.dp.coupling import Interrupted, free_ports, member_config, member_of
+from jaxengine.engine.dp.coupling import Interrupted, free_port, member_config, member_of
 from jaxengine.engine.dp.lockstep import Lockstep, _sizes
 from jaxengine.engine.packer import pack_step
 from jaxengine.engine.wire import WaveNotice
@@ -207,7 +207,7 @@ def test_every_rank_counts_the_overlap_of_the_steps_that_all_make() -> None:
 
 
 def group(size: int, seed: int = 0, overlap: Overlap | None = None) -> list[Rank]:
-    port = free_ports()
+    port = free_port()
     ranks = [Rank(rank, size, port, overlap) for rank in range(size)]
     Front(ranks, random.Random(seed))
     return ranks
@@ -276,7 +276,7 @@ def test_a_new_group_begins_at_the_beginning() -> None:
     until(lambda: ranks[0].done == 1 and not any(one.lockstep.running for one in ranks))
     old = ranks[0].lockstep.port
     stop(ranks)
-    port = free_ports()
+    port = free_port()
     again = [Rank(rank, 2, old) for rank in range(2)]
     for one in again:
         one.lockstep.renew(port)
