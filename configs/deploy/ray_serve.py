@@ -26,7 +26,8 @@ class EngineApp:
 
     def __init__(self, settings: dict[str, Any], core: str = DEFAULT_CORE) -> None:
         """Raises TypeError for a setting that does not exist."""
-        self.config = EngineConfig.of(**settings)
+        # Ray chooses where to listen, and so by which names the server is called.
+        self.config = EngineConfig.of(**{"allowed_hosts": ["*"], **settings})
         self.engine: AsyncLLM | None = None
         self._core = core
         self._app = build_app(None, self.config)

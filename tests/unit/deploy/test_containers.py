@@ -30,7 +30,7 @@ DEVICE = {
 SERVICE = {
     "type": "object",
     "additionalProperties": False,
-    "required": ["image", "build", "command"],
+    "required": ["image", "build", "command", "environment", "cap_drop", "security_opt"],
     "properties": {
         "profiles": TEXTS,
         "image": {"pattern": r"^[a-z0-9/._-]+:[\w.-]+$"},
@@ -61,6 +61,14 @@ SERVICE = {
                 ]
             },
         },
+        "environment": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["JAXENGINE_API_KEY"],
+            "properties": {"JAXENGINE_API_KEY": {"pattern": r"^\$\{JAXENGINE_API_KEY:\?.+\}$"}},
+        },
+        "cap_drop": {"const": ["ALL"]},
+        "security_opt": {"const": ["no-new-privileges:true"]},
         "shm_size": {"pattern": r"^\d+[kmg]b?$"},
         "stop_grace_period": {"pattern": r"^\d+(s|m)$"},
         "restart": {"enum": ["no", "always", "on-failure", "unless-stopped"]},
@@ -178,14 +186,17 @@ def test_kubernetes_manifests_validate() -> None:
     assert claim["metadata"]["name"] in claims
     (container,) = spec["containers"]
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in spec["volumes"]}
-    (port,) = container["ports"]
+    port, metrics = container["ports"]
     probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
     assert {probe["httpGet"]["port"] for probe in probes} == {port["containerPort"]}
     (variable,) = container["env"]
     assert "secretKeyRef" in variable["valueFrom"]
-    words = [w.replace(f"$({variable['name']})", "k") for w in container["args"]]
-    options = parsed([*container["command"][1:], *words])
-    assert options.server.api_key == "k"
+    assert variable["name"] == "JAXENGINE_API_KEY"
+    options = parsed([*container["command"][1:], *container["args"]])
+    assert options.server.host == "0.0.0.0" and options.server.port == port["containerPort"]
+    told = int(template["metadata"]["annotations"]["prometheus.io/port"])
+    assert options.server.metrics_port == metrics["containerPort"] == told
+    assert options.server.api_key is None, "a flag is seen by everybody on the node"
     assert spec["terminationGracePeriodSeconds"] > options.server.shutdown_timeout
 
 
