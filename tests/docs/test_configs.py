@@ -92,6 +92,10 @@ def test_eight_devices_divide_a_published_model(settled: list[EngineConfig]) -> 
     layout = divide(config.parallel, StepLayout(), spec_from_config(published))
     assert (layout.data_size, layout.tensor_size) == (8, 1)
     assert layout.dbo and layout.expert_parallel
+    # Every group has a scheduler of these settings (`EngineCore`), none shares them out.
+    in_all = layout.data_size * (config.scheduler.max_num_seqs or 0)
+    text = (ROOT / "configs" / "eight-h200-moe-dbo.yaml").read_text(encoding="utf-8")
+    assert f"of every group, as of a data-parallel rank: {in_all} in all" in text
 
 
 # -- served, with a tiny model in the place of the real one ------------------------------------

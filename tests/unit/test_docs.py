@@ -34,6 +34,28 @@ def inline(text: str) -> list[str]:
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
 
 
+# -- which kernels the engine reaches ---------------------------------------------------------
+
+ENGINE_ROOMS = ("layers", "models", "parallel", "runner", "sampling", "speculate", "engine")
+
+
+def test_the_kernels_that_the_engine_uses_are_named() -> None:
+    """Of docs/kernels.md's table, by what the engine's rooms import."""
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", page("docs/kernels.md"), re.MULTILINE)
+    folders = {p.parent.name for p in (ROOT / "pallas_kernels").glob("*/mosaic.py")}
+    assert {name for name, _ in rows} == folders
+    files = [p for room in ENGINE_ROOMS for p in (ROOT / "jaxengine" / room).rglob("*.py")]
+    files += (ROOT / "offload").rglob("*.py")
+    source = "\n".join(p.read_text(encoding="utf-8") for p in files)
+    for name, used in rows:
+        imported = f"pallas_kernels.{name}" in source
+        assert imported == (used != "no"), f"{name}: {used}"
+    # the write's kernel is not: its call asks for the scatter
+    writes = re.findall(r"write_kv\([^)]*\)", source)
+    assert writes and all('backend="xla"' in call for call in writes)
+    assert dict(rows)["kv_write"] == "the scatter only"
+
+
 # -- the worked example of docs/scheduling.md -------------------------------------------------
 
 
