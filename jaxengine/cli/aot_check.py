@@ -38,17 +38,10 @@ class Mesh:
 
 def read_config(model: str) -> dict[str, Any]:
     """config.json of a folder, or that file itself. Raises ValueError naming what is wrong."""
+    from jaxengine.weights.resolve import read_json
+
     path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text())
-    except OSError as e:
-        raise ValueError(f"{path} cannot be read: {e.strerror}") from e
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{path} is not JSON: {e}") from e
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not an object")
-    return config
+    return read_json(path / "config.json" if path.is_dir() else path)
 
 
 def cases(

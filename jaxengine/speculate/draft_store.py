@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.speculate.draft_head import ARCHITECTURE, DraftConfig, head_shapes
+from jaxengine.weights.resolve import read_json
 
 CONFIG, WEIGHTS = "config.json", "draft.safetensors"
 _VOCAB = "vocab_ids"
@@ -81,11 +82,8 @@ def check(draft: Draft, spec: DecoderSpec, fingerprint: str) -> None:
 
 
 def _config(path: Path) -> DraftConfig:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict) or raw.get("architecture") != ARCHITECTURE:
+    raw = read_json(path)
+    if raw.get("architecture") != ARCHITECTURE:
         raise ValueError(f"{path} is not the config of a drafter ({ARCHITECTURE})")
     known = {field.name: field for field in dataclasses.fields(DraftConfig)}
     values = {name: value for name, value in raw.items() if name in known}

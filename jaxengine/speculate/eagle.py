@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jax
@@ -17,6 +16,8 @@ from jaxengine.speculate import draft_store
 from jaxengine.speculate.draft_head import ARCHITECTURE, DraftParams, attach, draft_greedy
 from jaxengine.speculate.draft_store import Draft
 from jaxengine.speculate.drafter import Drafter, draft_inputs, features_of
+from jaxengine.weights.errors import ModelLoadError
+from jaxengine.weights.resolve import read_json
 
 
 def is_recurrent(model: str) -> bool:
@@ -25,10 +26,9 @@ def is_recurrent(model: str) -> bool:
     if not path.is_file():
         return Path(model).is_absolute() or model.startswith((".", "~"))  # else a hub id
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return read_json(path).get("architecture") == ARCHITECTURE
+    except ModelLoadError:
         return True  # says what is wrong with it
-    return isinstance(raw, dict) and raw.get("architecture") == ARCHITECTURE
 
 
 def read_head(folder: str, spec: DecoderSpec, fingerprint: str) -> Draft:

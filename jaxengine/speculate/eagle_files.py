@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from jaxengine.models.families import spec_from_config
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.speculate.eagle_layer import EagleForm, default_taps, eagle_shapes
 from jaxengine.weights.errors import ModelLoadError
-from jaxengine.weights.load import DTYPES, load_spec
+from jaxengine.weights.load import DTYPES
 from jaxengine.weights.resolve import ModelFiles
 from jaxengine.weights.sources import Source, checkpoint_sources
 
@@ -69,7 +70,7 @@ def read_eagle(files: ModelFiles, target: DecoderSpec, fingerprint: str, dtype: 
             f"({fingerprint}): train it again"
         )
     have = {_plain(name): source for name, source in checkpoint_sources(files).items()}
-    spec = _layer_spec(files, config, have)
+    spec = _layer_spec(config, have)
     form = _form(config, spec, target, have)
     params = {
         name: _read(files, have, name, shape, dtype) for name, shape in eagle_shapes(form).items()
@@ -156,14 +157,14 @@ def _plain(name: str) -> str:
     return _LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _layer_spec(files: ModelFiles, config: dict[str, Any], have: dict[str, Source]) -> DecoderSpec:
+def _layer_spec(config: dict[str, Any], have: dict[str, Source]) -> DecoderSpec:
     """The layer's sizes, read as a Llama's."""
     layers = config.get("num_hidden_layers", 1)
     if layers != 1:
         raise ValueError(f"num_hidden_layers must be 1, got {layers}")
     llama = config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
                       "num_hidden_layers": 1, "tie_word_embeddings": False}  # fmt: skip
-    spec = load_spec(replace(files, config=llama))
+    spec = spec_from_config(llama)
     return replace(spec, qkv_bias=_NAMES["qkv_bias"][0] in have, o_bias=False, mlp_bias=False)
 
 

@@ -28,6 +28,7 @@ from engine_runs import (
     prompt_of,
     request,
 )
+from safetensors.numpy import load_file, save_file
 from test_speculation import assert_equal, in_turns, spec_figures
 
 from jaxengine.config import EngineConfig
@@ -148,6 +149,19 @@ def test_trained_heads_are_what_is_served(tmp_path: pathlib.Path) -> None:
 
 def zeros(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.float32)
+
+
+def test_a_head_without_an_output_head_is_no_tied_model(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the names of a whole model it looks like one whose head was left out."""
+    less = dict.fromkeys(("lm_head.weight", "d2t", "t2d", "config_draft_vocab_size"))
+    folder = save_head(tmp_path / "eagle3", "eagle3-normed", **less)
+    file = folder / "model.safetensors"
+    save_file({f"model.{name}": x for name, x in load_file(file).items()}, file)
+    files = resolve_model(str(GOLDENS / "llama"))
+    head = read_eagle(resolve_model(str(folder)), load_spec(files), fingerprint(files), "float32")
+    assert "head" not in head.params and not caplog.records
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {

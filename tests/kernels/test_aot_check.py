@@ -20,11 +20,13 @@ def test_bad_configs_are_named(tmp_path: pathlib.Path, capsys: pytest.CaptureFix
         aot_check.read_config(str(tmp_path))
     file = tmp_path / "config.json"
     file.write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
         aot_check.read_config(str(tmp_path))
     file.write_text("[]")
     assert aot_check.run_aot_check(str(tmp_path)) == 2
-    assert "is not an object" in capsys.readouterr().err
+    assert "holds list instead of a JSON object" in capsys.readouterr().err
+    file.write_text('{"model_type": "llama"}', encoding="utf-8-sig")  # as some editors save it
+    assert aot_check.read_config(str(tmp_path)) == {"model_type": "llama"}
 
 
 def figures(case: dict[str, Any], spills: int = 0, weights: int = 15 << 30) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jaxengine.models.layout import StepLayout
 from jaxengine.speculate import draft_store
 from jaxengine.speculate.draft_head import DraftConfig, init_params
 from jaxengine.speculate.draft_store import Draft
+from jaxengine.speculate.eagle import is_recurrent
 from jaxengine.speculate.open_drafter import Target, find_drafter
 from jaxengine.speculate.second_model import check_fits
 from jaxengine.weights.load import load_spec
@@ -51,8 +52,19 @@ def test_heads_of_other_models(tmp_path: pathlib.Path) -> None:
     assert "none/config.json cannot be read" in text
     folder = head_of_another_model(tmp_path / "width", 32)
     assert "width 32" in refusal(llama, {"method": "eagle", "model": folder})
+    config = tmp_path / "width" / "config.json"
+    config.write_text(config.read_text(), encoding="utf-8-sig")  # as some editors save it
+    assert "width 32" in refusal(llama, {"method": "eagle", "model": folder})
     folder = head_of_another_model(tmp_path / "weights", 64)
     assert "other weights" in refusal(llama, {"method": "eagle", "model": folder})
+
+
+def test_a_published_head_is_told_from_ours_whatever_saved_it(tmp_path: pathlib.Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"architectures": ["LlamaForCausalLMEagle3"]}', encoding="utf-8-sig")
+    assert not is_recurrent(str(tmp_path))
+    ours = head_of_another_model(tmp_path / "ours", 32)
+    assert is_recurrent(ours)
 
 
 def copy_of(model: str, folder: pathlib.Path, words: list[str]) -> pathlib.Path:
