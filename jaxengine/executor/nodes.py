@@ -159,9 +159,9 @@ class LeadingRunner(AroundRunner):
         self._tell(Call(0, "sleep", [level]))
         self._runner.sleep(level)
 
-    def wake_up(self) -> None:
-        self._tell(Call(0, "wake_up"))
-        self._runner.wake_up()
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
+        self._tell(Call(0, "wake_up", [weights, kv_cache]))
+        self._runner.wake_up(weights, kv_cache)
 
     def close(self) -> None:
         """The others end too."""
@@ -224,7 +224,7 @@ def _follow(runner: Any, socket: Any, monitor: Any) -> int:
                 runner.reset()
             case Call(method="sleep", args=args):
                 runner.sleep(*args)
-            case Call(method="wake_up"):
-                runner.wake_up()
+            case Call(method="wake_up", args=args):
+                runner.wake_up(*map(bool, args))
             case Stop():
                 return 0
