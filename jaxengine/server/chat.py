@@ -170,7 +170,10 @@ def _check(body: ChatBody, engine: AsyncLLM, request: Request, prefix: str) -> _
     more: dict[str, Any] = {"max_tokens": max_tokens}
     if body.logprobs:
         more["logprobs"] = 0 if body.top_logprobs is None else body.top_logprobs
-    params = sampling_params(body, engine.default_params, **more)
+    try:
+        params = sampling_params(body, engine.default_params, **more)
+    except RequestError as error:
+        raise _as_written(error, body) from None
     if body.reasoning_effort is not None and body.reasoning_effort not in EFFORTS:
         raise ApiError(
             400,
@@ -209,17 +212,22 @@ async def _admit(
     prompt = {"prompt": text, "add_special_tokens": special, "thinking": thinking, "gate": gate}
     try:
         return call, await admit(engine, [prompt], call.params, call.id, body, placement)
-    except RequestError as error:  # the client wrote messages and top_logprobs
-        if error.code == TOO_LONG:
-            raise RequestError("messages", error.message, TOO_LONG) from None
-        names = {"prompt": "messages", "logprobs": "top_logprobs"}
-        if error.field == "structured_outputs" and not field_of(body):
-            text = re.sub(r"structured_outputs(\.\w+)?", "the schema of tools", error.message)
-            raise RequestError("tools", text) from None
-        if error.field == "max_tokens" and body.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        name, text = names.get(error.field, error.field), error.message
-        raise RequestError(name, text if name in text else f"{name}: {text}") from None
+    except RequestError as error:
+        raise _as_written(error, body) from None
+
+
+def _as_written(error: RequestError, body: ChatBody) -> RequestError:
+    """In the names that the client wrote: messages, top_logprobs."""
+    if error.code == TOO_LONG:
+        return RequestError("messages", error.message, TOO_LONG)
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    if error.field == "structured_outputs" and not field_of(body):
+        text = re.sub(r"structured_outputs(\.\w+)?", "the schema of tools", error.message)
+        return RequestError("tools", text)
+    if error.field == "max_tokens" and body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    name, text = names.get(error.field, error.field), error.message
+    return RequestError(name, text if name in text else f"{name}: {text}")
 
 
 def _one_call_each(choice: ChatChunkChoice) -> list[ChatChunkChoice]:

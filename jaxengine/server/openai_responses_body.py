@@ -115,7 +115,7 @@ def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     text = text or {}
     if text.get("verbosity") not in (None, "low", "medium", "high"):  # a hint, left out
         known = "low, medium or high"
-        raise ApiError(400, f"text.verbosity must be {known}", param="text.verbosity")
+        raise ApiError(400, f"text.verbosity must be {known}", param="text")
     asked = text.get("format")
     if asked is None:
         return None

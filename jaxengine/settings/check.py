@@ -178,7 +178,8 @@ def _expected(kinds: tuple[Any, ...]) -> str:
     for kind in kinds:
         origin = typing.get_origin(kind)
         if origin is Literal:
-            words.append("one of " + ", ".join(map(str, typing.get_args(kind))))
+            known = ", ".join(map(str, typing.get_args(kind)))
+            words.append(f"one of {known}" if len(typing.get_args(kind)) > 1 else known)
         elif origin is list:
             words.append("a list of strings")
         elif origin is dict:

@@ -32,10 +32,15 @@ Run = Callable[..., EngineConfig]
 
 
 def test_flags_of_the_same_name_parse(served_config: Run) -> None:
-    """All at once: a start of the parser for each would take half a minute."""
+    """All at once, but for those that exclude others: a start of the parser for each would take
+    half a minute."""
     assert len(EXAMPLES) > 60
-    words = [word for example in EXAMPLES for word in shlex.split(example)]
-    config = served_config(*words)
+    split = [shlex.split(example) for example in EXAMPLES]
+    apart = ("--data-parallel-rank", "--data-parallel-external-lb", "--kv-transfer-config")
+    config = served_config(*[word for one in split if one[0] in apart for word in one])
+    assert config.data_parallel.data_parallel_external_lb and config.cache.kv_transfer_config
+    config = served_config(*[word for one in split if one[0] not in apart for word in one])
+    words = [word for one in split for word in one]
     assert config.cache.num_gpu_blocks_override == 4096 and config.server.shutdown_timeout == 30
     assert config.server.allowed_origins == ["*"] and config.parallel.enable_dbo
     foreign = [word for word in words if word.startswith("--") and find(word) is not None]
@@ -52,7 +57,8 @@ def test_every_flag_of_ours_is_on_the_page() -> None:
 
 
 def test_flags_by_another_name_mean_ours(served_config: Run) -> None:
-    values = {"--quantization": "int8", "--speculative-config": "{}", "--log-level": "debug"}
+    values = {"--quantization": "int8", "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 2}', "--log-level": "debug"}
+    values["--data-parallel-start-rank"] = "0"
     switches = ("--enable-expert-parallel", "--disable-access-log")
     theirs, ours = [], []
     for one in FLAGS:
@@ -62,6 +68,9 @@ def test_flags_by_another_name_mean_ours(served_config: Run) -> None:
             ours += [one.ours, *value]
             assert f"| `{one.name}` | `{one.ours}` |" in PAGE
     assert translate(["serve", *theirs]) == ["serve", *ours]
+    alone = theirs.index("-dpn")  # one rank: no local ones, and no first one
+    assert served_config("-dpn", "1", "-dp", "2").data_parallel.data_parallel_rank == 1
+    theirs[alone : alone + 2] = ["--data-parallel-hybrid-lb"]
     config = served_config(*theirs)
     assert config.parallel.tensor_parallel_size == 2 and config.server.log_level == "debug"
 

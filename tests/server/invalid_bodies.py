@@ -180,7 +180,7 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": "4"}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"top_logprobs": 500}, "top_logprobs"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function", "name": ""}]}, "tools"),
     ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),

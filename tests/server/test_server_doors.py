@@ -14,7 +14,7 @@ from serverlib import Server, call, eventually, running, spawn
 
 C, CC = "/v1/completions", "/v1/chat/completions"
 HELLO = {"prompt": "hi", "max_tokens": 1}
-KEY, ADMIN = {"Authorization": "Bearer open"}, {"Authorization": "Bearer boss"}
+KEY, ADMIN = {"Authorization": "Bearer sesame"}, {"Authorization": "Bearer boss"}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_names_that_lead_here(up: Server) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [("--api-key", "open"), ("--allowed-hosts", "llm.example"), ("--allowed-hosts", "*")],
+    [("--api-key", "sesame"), ("--allowed-hosts", "llm.example"), ("--allowed-hosts", "*")],
     ids=" ".join,
 )
 def test_names_of_servers_behind_a_proxy(flags: tuple[str, ...]) -> None:
@@ -89,12 +89,12 @@ def test_keys_need_not_be_on_the_command_line(
     """M3: what is on it everybody on the machine can read."""
     flags: list[str] = []
     if way == "file":
-        for name, key in (("api", "open"), ("admin", "boss")):
+        for name, key in (("api", "sesame"), ("admin", "boss")):
             (tmp_path / name).write_text(f"{key}\n# rotated in May\n")
         flags = ["--api-key-file", str(tmp_path / "api"), "--admin-api-key-file"]
         flags.append(str(tmp_path / "admin"))
     else:
-        monkeypatch.setenv(way, "open")
+        monkeypatch.setenv(way, "sesame")
         monkeypatch.setenv("JAXENGINE_ADMIN_API_KEY", "boss")
     with running(*flags, core="schema_core:Willing") as up:
         assert call(up.url, C, HELLO)[0] == 401
@@ -103,9 +103,9 @@ def test_keys_need_not_be_on_the_command_line(
         assert call(up.url, "/pause", {}, headers=ADMIN)[0] == 200
         for process in up.family():
             line = " ".join(process.cmdline())
-            assert "open" not in line and "boss" not in line
+            assert "sesame" not in line and "boss" not in line
         shown = json.dumps(call(up.url, "/server_info", headers=ADMIN)[1])
-        assert '"open"' not in shown and '"boss"' not in shown
+        assert '"sesame"' not in shown and '"boss"' not in shown
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_an_open_server_says_so() -> None:
     with running("--host", "0.0.0.0") as up:
         assert any(warning in line for line in up.lines)
         assert call(f"http://127.0.0.1:{up.port}", C, HELLO)[0] == 200
-    with running("--host", "0.0.0.0", "--api-key", "open") as up:
+    with running("--host", "0.0.0.0", "--api-key", "sesame") as up:
         assert not any("has no key" in line for line in up.lines)
     with running() as up:
         assert not any("has no key" in line for line in up.lines)
@@ -206,7 +206,7 @@ def test_metrics_on_a_port_of_their_own() -> None:
     """M3: a scraper that is told by annotations has no key to send."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with running("--api-key", "open", "--metrics-port", str(port)) as up:
+    with running("--api-key", "sesame", "--metrics-port", str(port)) as up:
         beside = f"http://127.0.0.1:{port}"
         assert call(up.url, "/metrics")[0] == 401
         status, text, _ = call(beside, "/metrics")

@@ -66,9 +66,6 @@ def test_numbers_that_are_none(up: Server, field: str) -> None:
     for text in ("NaN", "-Infinity", "1e999", "-1e999", "9" * 400):
         raw = f'{{"messages": {json.dumps(USER)}, "{field}": {text}}}'.encode()
         status, body, _ = call(up.url, CC, raw=raw)
-        if (field, text) == ("top_k", "9" * 400) or (field, text) == ("max_tokens", "9" * 400):
-            assert status == 200  # all of the vocabulary; all that fits
-            continue
         assert status == 400 and body["error"]["param"] == field, (text, body)
 
 

@@ -74,7 +74,7 @@ def test_minus_one_is_not_set() -> None:
 
 def test_the_only_logprobs_mode() -> None:
     assert EngineConfig.of(logprobs_mode="raw_logprobs") == EngineConfig()
-    with pytest.raises(ValueError, match="logprobs_mode must be raw_logprobs, got raw_logits"):
+    with pytest.raises(ValueError, match="logprobs_mode must be raw_logprobs, got 'raw_logits'"):
         EngineConfig.of(logprobs_mode="raw_logits")
 
 

@@ -255,6 +255,8 @@ def test_engine_failure_is_raised_and_leaves_nothing(llm: LLM, core: EchoCore) -
 
 
 def test_ctrl_c_aborts_the_batch_and_the_llm_lives(llm: LLM, core: EchoCore) -> None:
+    # a shell has its background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     core.interrupt_at = 5
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "def"], SamplingParams(max_tokens=40), use_tqdm=False)

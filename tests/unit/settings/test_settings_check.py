@@ -38,7 +38,7 @@ def test_a_value_of_no_such_type_is_refused(name: str, value: Any) -> None:
 
 WRONG = [
     ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3"),
-    ({"quantization": "awq"}, "quantization must be one of int8, got 'awq'"),
+    ({"quantization": "awq"}, "quantization must be int8, got 'awq'"),
     ({"attention_backend": "FLASH_ATTN"}, "attention_backend must be one of auto, mosaic, xla"),
     ({"gpu_memory_utilization": 7.5}, "gpu_memory_utilization must be above 0 and at most 1"),
     ({"gpu_memory_utilization": math.inf}, "gpu_memory_utilization must be a finite number"),
