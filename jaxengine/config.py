@@ -81,7 +81,8 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     """Exact number of KV blocks, instead of what memory allows."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes for the KV pool, such as 2G; default: gpu_memory_utilization on GPU, 384 MiB on CPU."""
+    """Bytes for the KV pool of one device, such as 2G; default: gpu_memory_utilization on GPU,
+    384 MiB on CPU."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     """auto: the model's type; fp8 (e4m3, scale 1): half of bfloat16's memory, less exact."""
     gpu_memory_utilization: float = 0.92
@@ -103,9 +104,10 @@ class CacheConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int | None = None
-    """Most sequences in one step; default 64 on CPU, 256 on GPU."""
+    """Most sequences in one step (of each attention group); default 64 on CPU, 256 on GPU."""
     max_num_batched_tokens: int | None = None
-    """Token budget of one step, such as 8192 or 8K; default 1024 on CPU, 8192 on GPU."""
+    """Token budget of one step (of each attention group), such as 8192 or 8K; default 1024 on CPU,
+    8192 on GPU."""
     enable_chunked_prefill: bool = True
     """Split long prompts over steps, beside running decodes."""
     long_prefill_token_threshold: int = 0

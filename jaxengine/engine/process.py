@@ -174,7 +174,7 @@ def setup_child_logging(config: EngineConfig, name: str) -> None:
 def _make_core(launch: EngineLaunch) -> Core:
     from jaxengine.platform import setup
 
-    setup()
+    setup(launch.config.parallel)
     module, _, name = launch.core.partition(":")
     config = for_rank(launch.config, launch.index)
     core: Core = getattr(importlib.import_module(module), name)(config)

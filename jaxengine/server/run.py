@@ -27,7 +27,6 @@ from jaxengine.server import sockets
 from jaxengine.server.hosts import is_loopback
 from jaxengine.server.http_protocol import BoundedProtocol
 from jaxengine.server.keys import keys_of
-from jaxengine.server.metrics_port import metrics_served
 from jaxengine.server.startup import startup_table
 from jaxengine.vllm_names import note_vllm_environment
 
@@ -138,6 +137,8 @@ async def answer(
     starting = asyncio.create_task(engine.launch())
     # The engine's process starts while this one still imports its routes.
     app = await asyncio.to_thread(_app, config)
+    from jaxengine.server.metrics_port import metrics_served
+
     if state is not None:
         app.state.server = state
     server = _Server(

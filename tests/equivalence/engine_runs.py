@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from msgspec.structs import force_setattr
 from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
@@ -79,14 +80,18 @@ def depth(core: EngineCore, steps: int) -> Iterator[None]:
 
 
 def request(name: str, prompt: Iterable[int], **params: Any) -> EngineRequest:
-    """Greedy without end unless `params` say otherwise; `bad_words` are token ids here."""
+    """Greedy without end unless `params` say otherwise; `bad_words` are token ids here. Values that
+    the front refuses (no token asked, min_tokens above max_tokens) are nothing to the engine."""
     words = params.pop("bad_words", [])
     settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params
+    made = SamplingParams()
+    for field_name, value in settings.items():
+        force_setattr(made, field_name, value)
     return EngineRequest(
         request_id=name,
         prompt_token_ids=list(prompt),
         arrival_time=0.0,
-        params=SamplingParams(**settings),
+        params=made,
         eos_token_ids=[EOS],
         bad_words_token_ids=words,
     )

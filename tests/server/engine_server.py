@@ -22,6 +22,7 @@ ENGINE_FLAGS = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-
 ENGINE_FLAGS += ["--num-gpu-blocks-override", "24", "--scheduling-policy", "priority"]
 ENGINE_FLAGS += ["--kv-events-config", json.dumps(_KV_EVENTS)]
 ENGINE_FLAGS += ["--warmup", "lazy", "--served-model-name", "tiny", "--log-level", "warning"]
+ENGINE_FLAGS += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 
 
 def text_of(answer: tuple[int, Any, dict[str, str]]) -> str:

@@ -4,6 +4,7 @@ send, and what they look for in the answers (field cases F01-F55)."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -446,22 +447,25 @@ def test_numbers_beyond_64_bits(thinker: Server, number: str) -> None:
     assert call(thinker.url, CC, raw=raw % number.encode())[0] == 400
 
 
-def test_structured_outputs_alone_hold_beside_tools() -> None:
+def test_structured_outputs_alone_hold_beside_tools(engine_server: Server) -> None:
     """Given as response_format the answer may be calls or the form; as structured_outputs it is the
     form, whatever the tools."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    flags = ["--chat-template", str(template("qwen3-0.6b.jinja")), *AUTO, "hermes"]
-    with running(*flags, core="grammar_core:Shortest") as up:
-        turn = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
-        form = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
-        for more in (
-            {"structured_outputs": {"json": form}},
-            {"structured_outputs": {"choice": ["yes"]}},
-            {"guided_regex": "[a-c]{3}"},
-            {"structured_outputs": {"grammar": 'start: "so"'}},
-        ):
-            [choice] = answer(up, CC, {**turn, **more})["choices"]
-            assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+    turn = {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "max_tokens": 20}
+    form = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    form["additionalProperties"] = False
+    for more, text in (
+        ({"structured_outputs": {"json": form}}, '{"a":1}'),
+        ({"structured_outputs": {"choice": ["yes"]}}, "yes"),
+        ({"guided_regex": "[a-c]{3}"}, None),
+        ({"structured_outputs": {"grammar": 'start: "so"'}}, "so"),
+    ):
+        for seed in range(4):
+            body = {**turn, **more, "temperature": 2.0, "seed": seed}
+            [choice] = answer(engine_server, CC, body)["choices"]
+            assert choice["finish_reason"] == "stop" and not choice["message"].get("tool_calls")
+            content = choice["message"]["content"]
+            assert content == text or (text is None and re.fullmatch("[a-c]{3}", content))
 
 
 # -- fields of vLLM (drop-in, section A) ---------------------------------------------------------
