@@ -57,7 +57,11 @@ def test_every_flag_of_ours_is_on_the_page() -> None:
 
 
 def test_flags_by_another_name_mean_ours(served_config: Run) -> None:
-    values = {"--quantization": "int8", "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 2}', "--log-level": "debug"}
+    values = {
+        "--quantization": "int8",
+        "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 2}',
+        "--log-level": "debug",
+    }
     values["--data-parallel-start-rank"] = "0"
     switches = ("--enable-expert-parallel", "--disable-access-log")
     theirs, ours = [], []
