@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from jaxengine.config import EngineConfig
 from jaxengine.engine.llm import LLM, read_template
 from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 from jaxengine.frontend.tokenizer import Tokenizer
@@ -216,6 +217,34 @@ def test_chat_forms(llm: LLM) -> None:
         llm.chat(two, use_tqdm=False, continue_final_message=True)
     with pytest.raises(RequestError, match="messages"):
         llm.chat([[]], use_tqdm=False)
+
+
+def test_default_template_arguments(core: EchoCore) -> None:
+    """F55: as the server does; what a call says wins."""
+    config = EngineConfig.of(default_chat_template_kwargs={"mood": "calm", "tone": "low"})
+    llm = LLM.from_core(core, byte_tokenizer(), config)
+    said: dict[str, Any] = {"chat_template": "{{ mood }} {{ tone }}{{ messages[0].content }}"}
+    [out] = llm.chat([{"role": "user", "content": "!"}], use_tqdm=False, **said)
+    assert out.prompt == "calm low!"
+    said["chat_template_kwargs"] = {"tone": "high"}
+    [out] = llm.chat([{"role": "user", "content": "!"}], use_tqdm=False, **said)
+    assert out.prompt == "calm high!"
+
+
+def test_keys_of_a_prompt(llm: LLM, core: EchoCore) -> None:
+    """A6, A7: obeyed, or refused by name."""
+    llm.generate({"prompt": "abc", "cache_salt": "mine"}, use_tqdm=False)
+    assert core.added[-1].cache_salt == "mine"
+    llm.generate({"prompt": "abc", "multi_modal_data": None}, use_tqdm=False)
+    for name, value in (
+        ("multi_modal_data", {"image": 1}),
+        ("prompt_embeds", [0.5]),
+        ("encoder_prompt", "x"),
+        ("cache_salt", 5),
+        ("nobody_knows", 1),
+    ):
+        with pytest.raises(RequestError, match=name):
+            llm.generate({"prompt": "abc", name: value}, use_tqdm=False)
 
 
 def test_read_template(tmp_path: Path) -> None:
