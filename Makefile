@@ -31,6 +31,7 @@ test: export XLA_FLAGS += --xla_backend_optimization_level=0
 test: $(VENV)/.dev-stamp
 	$(PYTEST) $(ARGS)
 
+test-full: export JAXENGINE_EXAMPLES ?= drawn
 test-full: $(VENV)/.dev-stamp
 	$(PYTEST) -m "not aot and not notebook" $(ARGS)
 

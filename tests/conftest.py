@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 from testdata import NOT_HERE
 
 if TYPE_CHECKING:
     from jaxengine.config import EngineConfig
+
+
+# The same examples each time, so that a change is what a failure comes from; `make test-full` draws
+# others.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("drawn")
+settings.load_profile(os.environ.get("JAXENGINE_EXAMPLES", "fixed"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -35,6 +35,7 @@ def test_b74_halves_change_nothing() -> None:
     assert sometimes["dbo_off_below_threshold"] > always["dbo_off_below_threshold"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_steps_with_drafts_split_above_the_threshold_only() -> None:
     """Of one row with three drafts 4 tokens are less than 8, of two rows 8 are not. Tokens of

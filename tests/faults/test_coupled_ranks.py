@@ -156,7 +156,7 @@ async def with_group(work: Callable[[Rig], Awaitable[None]], **settings: Any) ->
 
 
 async def life(rig: Rig) -> None:
-    """Steps together: equal ids, dummy batches, waves; then two deaths and two new groups."""
+    """Steps together: equal ids, dummy batches, waves; then a worker that hangs, a death, and two new groups."""
     await rig.check(0, 0)  # the other rank is woken
     assert await rig.dummies() > 0
     await rig.check(0, 1)
@@ -168,7 +168,8 @@ async def life(rig: Rig) -> None:
     with pytest.raises(RuntimeError, match="cannot sleep"):
         await rig.engine.sleep()
 
-    await rig.broken(rig.worker(1).kill)
+    hanging = rig.worker(1)
+    await rig.broken(hanging.suspend, STEP_TIMEOUT + 5)
     refused = await rig.ordered("retry", 1)
     assert "respawn replaces them all" in refused["results"][0]["reason"]
     await rig.respawned(0)
@@ -194,9 +195,8 @@ async def test_two_ranks_live_and_die_together() -> None:
 
 
 async def other_faults(rig: Rig) -> None:
-    """A worker that hangs, an engine that hangs, a worker that dies while all sleep; rank 0's."""
-    hanging = rig.worker(1)
-    await rig.broken(hanging.suspend, STEP_TIMEOUT + 5)
+    """A worker that dies, an engine that hangs, a worker that dies while all sleep; rank 0's."""
+    await rig.broken(rig.worker(1).kill)
     await rig.respawned(1)
 
     stopped = psutil.Process(rig.pid(1))

@@ -279,6 +279,15 @@ async def rounds(
     return seen
 
 
+@pytest.mark.timeout(300)
+async def test_a_round_of_chance(record_property: Any) -> None:
+    """Other faults each time."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    record_property("shown", f"random fault round: seed {seed}")
+    seen = await rounds(TINY, ranks=2, clients=4, count=2, seed=seed)
+    assert sum(seen.ends.values()) > 4
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_twenty_rounds_on_four_ranks() -> None:

@@ -128,6 +128,7 @@ async def test_one_of_two_stands_still(replay: bool, monkeypatch: pytest.MonkeyP
     assert not left
 
 
+@pytest.mark.slow
 async def test_a_long_step_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop says nothing for longer than silence may last; the input thread answers. At the end
     the process stands still, and closing does not wait for it."""

@@ -28,6 +28,7 @@ QUICK = [
     case("gemma2", tensor=2),
     experts("mixtral", 2, 2, all2all_backend="all_to_all", **DBO),
     experts("deepseek-v3", 2, 1, all2all_backend="allgather"),
+    case("llama", data=2),
     case("llama", pipeline_parallel_size=2),
 ]
 DENSE = (

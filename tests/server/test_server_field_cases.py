@@ -14,6 +14,7 @@ from serverlib import Server, call, chunks, events, metric, running
 from testdata import template
 
 C, CC = "/v1/completions", "/v1/chat/completions"
+FEW = {"input": "x", "max_output_tokens": 1}
 R, M = "/v1/responses", "/v1/messages"
 SCRIPTED = "scripted_core:Scripted"
 AUTO = ("--enable-auto-tool-choice", "--tool-call-parser")
@@ -282,7 +283,8 @@ def test_references_to_stored_items(thinker: Server) -> None:
         by_name = answer(thinker, R, {"input": [asked, reference, asked], "max_output_tokens": 2})
         whole = answer(thinker, R, {"input": [asked, message, asked], "max_output_tokens": 2})
         assert by_name["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
-    answer(thinker, R, {"input": [asked, {"type": "item_reference", "id": thought["id"]}, asked]})
+    again = [asked, {"type": "item_reference", "id": thought["id"]}, asked]
+    answer(thinker, R, {"input": again, "max_output_tokens": 2})
 
 
 def test_references_to_calls(thinker: Server) -> None:
@@ -306,7 +308,8 @@ def test_references_to_nothing(thinker: Server) -> None:
         status, found, _ = call(thinker.url, R, body)
         assert (status, found["error"]["param"]) == (404, "input"), found
         assert "input[0]" in found["error"]["message"]
-    assert call(thinker.url, R, {"input": [{"type": "item_reference", "id": item["id"]}]})[0] == 200
+    found = {"input": [{"type": "item_reference", "id": item["id"]}], "max_output_tokens": 2}
+    assert call(thinker.url, R, found)[0] == 200
 
 
 # -- F17: system turns in the middle -------------------------------------------------------------
@@ -516,7 +519,7 @@ def test_truncation_of_a_huge_text(thinker: Server) -> None:
 def test_known_fields_are_refused_by_name(
     thinker: Server, field: str, asks: Any, nothing: Any
 ) -> None:
-    for path, body in ((C, {"prompt": "x", "max_tokens": 1}), (CC, say("x")), (R, {"input": "x"})):
+    for path, body in ((C, {"prompt": "x", "max_tokens": 1}), (CC, say("x")), (R, FEW)):
         status, found, _ = call(thinker.url, path, {**body, field: asks})
         assert (status, found["error"]["param"]) == (400, field), (path, found)
         assert call(thinker.url, path, {**body, field: nothing})[0] == 200
@@ -569,8 +572,9 @@ def test_priorities_need_a_scheduler_that_has_them(thinker: Server) -> None:
         assert call(thinker.url, path, {**body, "priority": 0})[0] == 200
 
 
-def test_usage_in_every_chunk_by_force() -> None:
-    with running("--enable-force-include-usage") as up:
+def test_usage_in_every_chunk_by_force_and_a_root_path() -> None:
+    """A14, A5: below the root path and without it."""
+    with running("--enable-force-include-usage", "--root-path", "/llm") as up:
         found = chunks(up.url, C, {"prompt": "x", "max_tokens": 3})
         counts = [c["usage"]["completion_tokens"] for c in found]
         assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 3
@@ -578,10 +582,6 @@ def test_usage_in_every_chunk_by_force() -> None:
             up.url, CC, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
         )
         assert all(c["usage"]["prompt_tokens"] > 0 for c in found)
-
-
-def test_below_a_root_path_and_without_it() -> None:
-    with running("--root-path", "/llm") as up:
         assert up.url.endswith("/llm")
         bare = up.url.removesuffix("/llm")
         for url in (up.url, bare):

@@ -24,6 +24,8 @@ from serverlib import Server, alive, call, eventually, hang_up, metric, running
 C, CC, R, M = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 MIB = 1 << 20
 VOCAB = 49_152  # of the demo model
+# seconds of work each, all of it bounded: once in a while is enough
+LONG_ONES = ("wide schema", "grammar at its limit", "counting 10 MB", "all ids biased")
 Bodies = tuple[str, Callable[[], Any], tuple[int, ...]]
 
 
@@ -186,6 +188,8 @@ def test_the_worst_bodies_stop_nobody(up: Server, rounds: int, record_property: 
     with Neighbour(up.port) as neighbour:
         for _ in range(rounds):
             for name, (path, make, wanted) in WORST.items():
+                if rounds == 1 and name in LONG_ONES:
+                    continue
                 made = make()
                 raw = made if isinstance(made, bytes) else msgspec.json.encode(made)
                 del made

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(900)  # seconds alone, minutes on a machine tha
 SCRIPT = pathlib.Path(__file__).resolve().parent / "overlap_checks.py"
 
 
+@pytest.mark.slow
 def test_halves_equal_the_whole() -> None:
     env = dict(os.environ, JAX_PLATFORMS="cpu")
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
