@@ -156,7 +156,8 @@ async def with_group(work: Callable[[Rig], Awaitable[None]], **settings: Any) ->
 
 
 async def life(rig: Rig) -> None:
-    """Steps together: equal ids, dummy batches, waves; then a worker that hangs, a death, and two new groups."""
+    """Steps together: equal ids, dummy batches, waves; then a worker that hangs, a death, and two
+    new groups."""
     await rig.check(0, 0)  # the other rank is woken
     assert await rig.dummies() > 0
     await rig.check(0, 1)
