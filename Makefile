@@ -14,6 +14,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.14; do \
 # JAX for the GPU's driver, where there is one: cuda12 or cuda13.
 EXTRA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/cuda\1/p')
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+# Tests start hundreds of processes that import the same modules: their bytecode is kept.
+export PYTHONDONTWRITEBYTECODE :=
 # Two workers; a file stays on one of them, so that its engines are built once.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
@@ -27,7 +29,7 @@ serve: $(VENV)/.demo-stamp
 	$(BIN)/jaxengine serve $(ARGS)
 
 # Most of its time goes to compiling small programs: without LLVM's passes. test-full has them.
-test: export XLA_FLAGS += --xla_backend_optimization_level=0
+test: export XLA_FLAGS += --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 test: $(VENV)/.dev-stamp
 	$(PYTEST) $(ARGS)
 

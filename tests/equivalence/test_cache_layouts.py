@@ -26,7 +26,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("model", ["llama", "mistral-window"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("mistral-window", marks=pytest.mark.slow)])
 def test_same_ids(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(7)
     requests = [

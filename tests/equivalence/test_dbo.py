@@ -24,6 +24,7 @@ def run_child(script: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_b74_halves_change_nothing() -> None:
     found = run_child("dbo_runs.py")

@@ -90,7 +90,7 @@ def assert_same_kv(core: EngineCore) -> None:
         np.testing.assert_allclose(pools[1][at], pools[0][at], atol=1e-4)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_drafts_of_the_model_itself_are_all_right(steps: int, folder: pathlib.Path) -> None:
     """Its KV is where the target's is, whatever happens: every greedy draft is accepted."""
     core = drafting("itself", folder)

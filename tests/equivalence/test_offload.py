@@ -24,7 +24,7 @@ DRAFTS = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2
 CASES = [
     ("llama", 1, {}),
     ("llama", 2, DRAFTS),
-    ("gemma3", 2, {}),
+    pytest.param("gemma3", 2, {}, marks=pytest.mark.slow),
     ("deepseek-v3", 2, {}),
 ]
 

@@ -41,7 +41,10 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("shape", EDGES)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(s, marks=[pytest.mark.slow] if "five" in s else []) for s in EDGES],
+)
 def test_lengths_at_every_edge_of_the_buckets(shape: str) -> None:
     core = engine(**EDGES[shape])
     most = core.built.planner.max_num_batched_tokens

@@ -62,6 +62,7 @@ def assert_reference(folder: pathlib.Path, record: Record, rng: random.Random) -
     assert compared > 15
 
 
+@pytest.mark.slow
 def test_drafts_of_one_request(tmp_path: pathlib.Path) -> None:
     """EAGLE-3, few programs: two chunks of a prompt, then drafts."""
     folder = save_head(tmp_path / "eagle3", "eagle3")

@@ -39,7 +39,17 @@ SHAPES = {
 }
 # The rest is for the long suite: every run compiles its programs anew, and these are made of parts
 # that others have too.
-LONG = ("llama-yarn", "llama-linear-rope", "phi3", "qwen3-moe", "olmoe", "deepseek-v2")
+LONG = (
+    "llama3-rope",
+    "llama-yarn",
+    "llama-linear-rope",
+    "qwen2",
+    "granite",
+    "phi3",
+    "qwen3-moe",
+    "olmoe",
+    "deepseek-v2",
+)
 BOTH = ("llama",)
 
 

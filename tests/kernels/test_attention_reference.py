@@ -47,7 +47,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(cases())
 def test_reference_is_float64s(case: Case) -> None:
     b = build(case)

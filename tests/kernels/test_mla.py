@@ -58,7 +58,7 @@ def relative(got: Any, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 150)), min_size=1, max_size=3),
     st.sampled_from([1, 16, 128]),

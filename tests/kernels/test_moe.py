@@ -64,7 +64,7 @@ def weights_of(
 run_mlp = jax.jit(moe.moe_mlp, static_argnames=("activation",))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     st.sampled_from([1, 40]),
     st.sampled_from([2, 9]),

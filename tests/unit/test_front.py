@@ -36,7 +36,7 @@ def test_vllm_s_variables_are_named_in_one_line(
 ) -> None:
     for name in ("VLLM_API_KEY", "VLLM_USE_V1", "VLLM_ATTENTION_BACKEND"):
         monkeypatch.setenv(name, "x")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "jaxengine.vllm_names"):
         note_vllm_environment()
     [line] = caplog.messages
     assert "VLLM_USE_V1" in line and "VLLM_ATTENTION_BACKEND" in line

@@ -87,7 +87,7 @@ class Routes:
             if output.finish_reason is not None and self._may_move(route, output):
                 if output.new_token_ids:
                     kept.append(replace(output, finish_reason=None, stop_reason=None, error=None))
-                moving.append((route, replace(output, new_token_ids=[], logprobs=None)))
+                moving.append((route, _end_of(route, output)))
             elif output.new_token_ids or output.finish_reason is not None or output.prompt_logprobs:
                 kept.append(output)
         return Sifted(kept, moving)
@@ -108,12 +108,16 @@ class Routes:
     def _may_move(self, route: Route, output: EngineOutput) -> bool:
         if route.pinned:
             return False
+        goes_on = self._replays and replayable(route.request.params, route.num_tokens)
         if output.finish_reason == "error":
-            # the rank failed while the request was on its way to it: it was not begun
-            return output.stop_reason == UNAVAILABLE and route.num_tokens == 0
-        return (
-            self._replays
-            and output.finish_reason == "abort"
-            and not route.abort_expected
-            and replayable(route.request.params, route.num_tokens)
-        )
+            # the rank failed while the sequence was on its way to it: it was not begun there
+            return output.stop_reason == UNAVAILABLE and (route.num_tokens == 0 or goes_on)
+        return goes_on and output.finish_reason == "abort" and not route.abort_expected
+
+
+def _end_of(route: Route, output: EngineOutput) -> EngineOutput:
+    """For a sequence that no rank takes. One that had begun elsewhere was cut off."""
+    last = replace(output, new_token_ids=[], logprobs=None)
+    if output.finish_reason == "error" and route.num_tokens:
+        last = replace(last, finish_reason="abort", stop_reason=None, error=None)
+    return last

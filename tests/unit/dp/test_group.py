@@ -230,6 +230,26 @@ async def test_a_request_that_crossed_the_fault_goes_elsewhere() -> None:
         assert r.end("a") == "error" and r.got[-1].stop_reason == UNAVAILABLE
 
 
+async def test_a_replay_that_crossed_another_fault_goes_on() -> None:
+    """Two ranks fail at once: what the first had comes to the second as it fails."""
+    async with rig(3, retry_aborted_requests=True) as r:
+        home = add_one(r.group.placer, request("a", max_tokens=9))
+        r.fleet.clients[home].say(EngineOutput("a", [5, 6]))
+        await settle()
+        r.fleet.clients[home].die()
+        await settle()
+        (second,) = {rank for rank, _ in r.sent("a")} - {home}
+        refusal = EngineOutput("a", [], finish_reason="error", stop_reason=UNAVAILABLE, error="x")
+        r.fleet.clients[second].say(refusal)
+        await settle()
+        (third,) = {rank for rank, _ in r.sent("a")} - {home, second}
+        assert r.end("a") is None
+        r.group._on_status(RankStatus(second, "unhealthy"))
+        r.fleet.clients[third].say(refusal)  # and nobody is left
+        await settle()
+        assert r.end("a") == "abort" and r.tokens("a") == [5, 6]
+
+
 async def test_without_fault_tolerance_one_death_ends_all() -> None:
     async with rig(2, enable_fault_tolerance=False) as r:
         assert r.running is not None
