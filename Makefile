@@ -1,7 +1,8 @@
 # Everything runs in a virtual environment of this folder (.venv); stamps make a second run quick.
 #   make demo       one answer from the demo model, streamed through the HTTP server
 #   make serve      serve the demo model on port 8000 (ARGS="--port 9000" adds flags)
-#   make test       the test suite; make test-full adds the slow tests
+#   make test       the test suite; make test-full adds the slow tests, some of them with other
+#                   people's clients (installed beside .venv's own packages)
 #   make test-aot   the GPU kernels, compiled for an H200 by JAX's CUDA plugin (0.5 GB), no GPU needed
 #   make notebooks  every notebook of notebooks/, from top to bottom
 #   make lint       ruff, mypy, import contracts
@@ -35,6 +36,7 @@ test: $(VENV)/.dev-stamp
 
 test-full: export JAXENGINE_EXAMPLES ?= drawn
 test-full: $(VENV)/.dev-stamp
+	sh scripts/install_clients.sh $(VENV)
 	$(PYTEST) -m "not aot and not notebook" $(ARGS)
 
 test-aot: $(VENV)/.dev-stamp

@@ -103,10 +103,10 @@ def setting_of(method: str, folder: Path) -> tuple[str, dict[str, Any]]:
     return model, setting
 
 
-def drafting(method: str, folder: Path) -> EngineCore:
+def drafting(method: str, folder: Path, warmup: str = "lazy") -> EngineCore:
     """The session's engine with this drafter."""
     model, setting = setting_of(method, folder)
-    return engine(**SMALL, model=model, speculative_config=json.dumps(setting))
+    return engine(**SMALL, model=model, warmup=warmup, speculative_config=json.dumps(setting))
 
 
 @dataclass

@@ -44,7 +44,6 @@ def _engine(settings: tuple[tuple[str, Any], ...]) -> EngineCore:
         "max_model_len": MAX_LEN,
         "block_size": 4,
         "max_logprobs": 5,
-        "warmup": "full",
     }
     chosen = {**defaults, **dict(settings)}
     chosen.setdefault("num_gpu_blocks_override", MAX_LEN // chosen["block_size"])
@@ -59,14 +58,15 @@ OPEN: list[EngineCore] = []
 
 def engine(**settings: Any) -> EngineCore:
     """The session's engine of these settings; idle, with an empty prefix cache."""
+    settings.setdefault("warmup", "lazy")  # most tests use few of the programs
     core = _engine(tuple(sorted(settings.items())))
     assert not core.has_work()
     core.scheduler.reset_prefix_cache()
     return core
 
 
-def oracle_engine(model: str = "llama", warmup: str = "full") -> EngineCore:
-    return engine(model=model, warmup=warmup, **ALONE)
+def oracle_engine(model: str = "llama") -> EngineCore:
+    return engine(model=model, **ALONE)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def compare(core: EngineCore, mix: Mix) -> int:
 
 @pytest.mark.parametrize("shape", [TIGHT, TIGHT_16], ids=["blocks of 4", "blocks of 16"])
 def test_random_mixes_are_equal(shape: dict[str, Any]) -> None:
-    core = engine(**shape)
+    core = engine(**shape, warmup="full")
     preemptions = core.stats().num_preemptions
     ended = compare(core, random_mix(random.Random(1), 75))
     assert ended > 60

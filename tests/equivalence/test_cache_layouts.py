@@ -33,10 +33,10 @@ def test_same_ids(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         request(str(i), [rng.randrange(3, VOCAB) for _ in range(rng.choice((1, 15, 16, 17, 50)))])
         for i in range(12)
     ]
-    plain = run(engine(model=model, warmup="lazy", **TIGHT_16), requests)
+    plain = run(engine(model=model, **TIGHT_16), requests)
     head_major = StepLayout(cache="head_major", attention_backend="xla")
     monkeypatch.setattr(build, "choose_attention", lambda *a: (head_major, 16))
-    other = engine(model=model, warmup="lazy", seed=1, **TIGHT_16)
+    other = engine(model=model, seed=1, **TIGHT_16)
     assert len(other.executor._runner._state.kv[0]) == 1  # type: ignore[attr-defined]
     got = run(other, requests)
     assert {n: s.ids for n, s in got.items()} == {n: s.ids for n, s in plain.items()}

@@ -58,7 +58,7 @@ def mix(rng: random.Random, count: int) -> list[EngineRequest]:
 )
 def test_random_mixes_are_equal(method: str, folder: pathlib.Path) -> None:
     """Joins and ends take the batch through K = 0, 1 and 3; the pool is too small for three."""
-    core = drafting(method, folder)
+    core = drafting(method, folder, "full")
     rng = random.Random(31)
     for steps in (2, 1):
         core.scheduler.reset_prefix_cache()
@@ -90,7 +90,8 @@ def assert_same_kv(core: EngineCore) -> None:
         np.testing.assert_allclose(pools[1][at], pools[0][at], atol=1e-4)
 
 
-@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
 def test_drafts_of_the_model_itself_are_all_right(steps: int, folder: pathlib.Path) -> None:
     """Its KV is where the target's is, whatever happens: every greedy draft is accepted."""
     core = drafting("itself", folder)
@@ -124,7 +125,7 @@ def test_drafts_of_the_model_itself_are_all_right(steps: int, folder: pathlib.Pa
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(m, marks=[pytest.mark.slow] if m == "mtp" else []) for m in METHODS],
+    [pytest.param(m, marks=[pytest.mark.slow] if m in ("mtp", "eagle") else []) for m in METHODS],
 )
 def test_drafts_depend_on_the_tokens_alone(method: str, folder: pathlib.Path) -> None:
     """What is drafted after many steps of every kind is what a fresh prompt of the same tokens

@@ -63,7 +63,7 @@ def test_a_prompt_goes_through_the_decode_program_token_by_token() -> None:
     programs = core.executor.runner.programs  # type: ignore[attr-defined]
     assert {key.size.decode_only for key in programs._futures if key.kind == "forward"} == {True}
     assert [len(one.ids) for one in seen.values()] == [8, 8]
-    oracle = run(oracle_engine(warmup="lazy"), requests)
+    oracle = run(oracle_engine(), requests)
     assert [one.ids for one in seen.values()] == [oracle["0"].ids, oracle["1"].ids]
 
     # Prompt log-probabilities need what only the other programs give.

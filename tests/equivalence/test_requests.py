@@ -35,7 +35,13 @@ def same_prompt_logprobs(got: Seen, want: Seen) -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize("shape", [TIGHT, TIGHT_16], ids=["blocks of 4", "blocks of 16"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(TIGHT, id="blocks of 4"),
+        pytest.param(TIGHT_16, id="blocks of 16", marks=pytest.mark.slow),
+    ],
+)
 def test_prompt_logprobs_behind_cache_chunks_and_preemption(shape: dict[str, Any]) -> None:
     core = engine(**shape)
     size = core.built.planner.block_size

@@ -48,7 +48,7 @@ def drafting(folder: pathlib.Path) -> EngineCore:
         "model": str(folder),
         "num_speculative_tokens_per_batch_size": RANGES,
     }
-    return engine(**SMALL, model="llama", speculative_config=json.dumps(setting))
+    return engine(**SMALL, model="llama", warmup="full", speculative_config=json.dumps(setting))
 
 
 def assert_reference(folder: pathlib.Path, record: Record, rng: random.Random) -> None:
@@ -67,7 +67,7 @@ def test_drafts_of_one_request(tmp_path: pathlib.Path) -> None:
     """EAGLE-3, few programs: two chunks of a prompt, then drafts."""
     folder = save_head(tmp_path / "eagle3", "eagle3")
     setting = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2}
-    core = engine(**ONE_ROW, model="llama", warmup="lazy", speculative_config=json.dumps(setting))
+    core = engine(**ONE_ROW, model="llama", speculative_config=json.dumps(setting))
     wire = request("a", prompt_of(random.Random(3), 25), max_tokens=30)
     with recorded_drafts(core) as record:
         assert_equal([wire], alone(core, [wire]))

@@ -47,8 +47,8 @@ CONFIG = {
 DEPTHS = pytest.mark.parametrize("steps", [1, 2])
 
 
-def speculating() -> EngineCore:
-    return engine(**TIGHT, speculative_config=CONFIG_TEXT)
+def speculating(warmup: str = "lazy") -> EngineCore:
+    return engine(**TIGHT, warmup=warmup, speculative_config=CONFIG_TEXT)
 
 
 CONFIG_TEXT = str(CONFIG).replace("'", '"')
@@ -106,10 +106,11 @@ def in_turns(core: EngineCore, requests: list[EngineRequest], every: int) -> dic
     return run(core, [], before)
 
 
-@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@DEPTHS
 def test_random_mixes_are_equal(steps: int) -> None:
     """Joins take the batch over all ranges of the schedule; the pool is too small for five."""
-    core = speculating()
+    core = speculating("full")
     rng = random.Random(8 + steps)
     requests = [
         request(
@@ -136,6 +137,7 @@ def in_equal_time(finished: Callable[..., None], *step: Any) -> None:
     finished(*step[:-1], 0.01)
 
 
+@pytest.mark.slow
 @DEPTHS
 @pytest.mark.parametrize("setting", [{"method": "suffix"}, {"method": "ngram", "adaptive": True}])
 def test_other_drafters_are_equal(

@@ -14,7 +14,7 @@ MODEL = "mistral-window"  # every layer sees 24 tokens
 
 @pytest.mark.parametrize("size", [4, 16, 40])
 def test_chunks_and_cached_prefixes_under_a_window(size: int) -> None:
-    core = engine(model=MODEL, max_num_seqs=1, max_num_batched_tokens=size, warmup="lazy")
+    core = engine(model=MODEL, max_num_seqs=1, max_num_batched_tokens=size)
     rng = random.Random(72)
     prompt = prompt_of(rng, 80)
     requests = [
@@ -24,7 +24,7 @@ def test_chunks_and_cached_prefixes_under_a_window(size: int) -> None:
         request("again", prompt, max_tokens=40),
         request("other", prompt_of(rng, 100), max_tokens=30),
     ]
-    want = ids_of(alone(oracle_engine(MODEL, "lazy"), requests))
+    want = ids_of(alone(oracle_engine(MODEL), requests))
     fill_kv(core, float("nan"))  # also behind the window, where blocks are given back
     seen = run(core, requests)
     assert ids_of(seen) == want
@@ -33,7 +33,7 @@ def test_chunks_and_cached_prefixes_under_a_window(size: int) -> None:
 
 
 def test_blocks_behind_the_window_are_given_back() -> None:
-    core = engine(model=MODEL, max_num_seqs=1, max_num_batched_tokens=16, warmup="lazy")
+    core = engine(model=MODEL, max_num_seqs=1, max_num_batched_tokens=16)
     size = core.built.planner.block_size
     most = 0
 

@@ -7,6 +7,7 @@ import http.client
 import threading
 
 import psutil
+import pytest
 from dp_servers import LONG, rank_processes
 from serverlib import call, chunks, eventually, metric, running, spawn
 
@@ -44,6 +45,7 @@ def _ignore_errors(url: str) -> None:
         chunks(url, C, LONG)
 
 
+@pytest.mark.slow
 def test_external_and_hybrid_modes() -> None:
     """A server for rank 1 of 3, and one for ranks 1 and 2: each refuses what is not its own."""
     size = ("--data-parallel-size", "3", "--enable-fault-tolerance")

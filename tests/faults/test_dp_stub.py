@@ -77,7 +77,9 @@ async def _order(engine: AsyncLLM, rank: int, instruction: str) -> None:
     assert order.payload()["success"], order.payload()
 
 
-@pytest.mark.parametrize("replay", [False, True], ids=["abort", "replay"])
+@pytest.mark.parametrize(
+    "replay", [pytest.param(False, marks=pytest.mark.slow), True], ids=["abort", "replay"]
+)
 async def test_ranks_fail_under_load(replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 clients on 4 ranks; rank 1 raises, rank 2 is killed. Nobody hangs, the others' answers
     are whole, and with replays everybody's are; then both ranks come back by order."""

@@ -43,6 +43,7 @@ def test_prompts(tokenizer) -> None:
             assert tokenizer.encode(case["text"]) == case["prompt"]
 
 
+@pytest.mark.slow
 def test_float32_matches_the_reference() -> None:
     core = EngineCore(
         EngineConfig.of(

@@ -71,6 +71,7 @@ def run_two(case: dict) -> None:
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_tensor_parallel_over_processes() -> None:
     run_two({"family": "llama", "tensor_parallel_size": 2})

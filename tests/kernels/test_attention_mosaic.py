@@ -78,7 +78,7 @@ def call(case: Case, b: Batch, config: AttentionConfig, num_sms: int, races: boo
     )
 
 
-SLOW_CASES = ("mixed", "window", "split sinks", "group of 7", "page of 128", "width 256")
+SLOW_CASES = ("fp8", "mixed", "window", "split sinks", "group of 7", "page of 128", "width 256")
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_mlp_is_float64s(tokens: int, experts: int, top_k: int, name: str, seed:
     assert relative(got, mlp64(*args, biases, name)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [300])
 def test_narrow_weights_take_wide_inputs(tokens: int) -> None:
     x, gate_up, down, share, ids = weights_of(3, tokens, 64, 32, 4, 2, jnp.bfloat16)

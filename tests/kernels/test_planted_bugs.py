@@ -96,7 +96,6 @@ MUTANTS: dict[str, dict[str, tuple[str, str]]] = {
 QUICK = {
     ("paged_attention.mosaic", "no K wait"),
     ("moe.mosaic", "no consumed wait"),
-    ("quant_matmul.fp8", "no commit"),
 }
 
 

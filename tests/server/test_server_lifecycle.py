@@ -94,7 +94,7 @@ def test_requests_fail_alone() -> None:
         assert alive(up.url)
 
 
-@pytest.mark.parametrize("core", ["StepFails", "StepDies"])
+@pytest.mark.parametrize("core", [pytest.param("StepFails", marks=pytest.mark.slow), "StepDies"])
 def test_engine_death(core: str) -> None:
     """B46: every call ends, /health is 503 within a second, the exit code tells."""
     with running("--shutdown-timeout", "1", core=f"faulty_cores:{core}", step=0.02) as up:

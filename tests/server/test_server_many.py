@@ -111,14 +111,8 @@ def test_two_processes_are_one_server(monkeypatch: pytest.MonkeyPatch, tmp_path:
         _gone(family)
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        "api",
-        pytest.param("front", marks=pytest.mark.slow),
-        pytest.param("engine", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["api", "front", "engine"])
 def test_a_death_ends_all(victim: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And leaves nothing (L4)."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -50,16 +50,19 @@ def checks() -> dict[str, Any]:
     return run_checks("exchange_checks.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_equals_the_dense_oracle(name: str) -> None:
     assert checks()[name] < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float32 x, bfloat16 weights", "bfloat16 x"])
 def test_narrow_weights(name: str) -> None:
     assert 1e-4 < checks()[name] < 2**-6  # a few roundings to bfloat16, of 2**-9 each
 
 
+@pytest.mark.slow
 def test_no_tokens_and_same_bits() -> None:
     assert checks()["no tokens"] == [0, 16]
     assert checks()["same bits"] is True

@@ -133,6 +133,7 @@ def test_greedy_rows_of_a_mixed_batch_stay_greedy():
     assert out.token_ids[4] == logits[4].argmax()
 
 
+@pytest.mark.slow
 def test_search_over_all_rows_at_once_equals_row_by_row(monkeypatch):
     """The form for accelerators picks what the CPU form picks."""
     rng = np.random.default_rng(9)

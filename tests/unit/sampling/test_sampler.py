@@ -59,7 +59,8 @@ def take(inputs, order, rows):
     return inputs._replace(**cut), padded
 
 
-@pytest.mark.parametrize("vocab", [320, pytest.param(4160, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [320, 4160])
 def test_a_row_is_the_same_alone_and_in_any_batch_and_bucket(vocab):
     """Tokens to the bit; log-probabilities up to the order of a sum, which XLA chooses by shape."""
     rng = np.random.default_rng(5)

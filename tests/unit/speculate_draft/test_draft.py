@@ -168,6 +168,7 @@ def test_it_learns(llama: tuple[DecoderSpec, Params, Corpus]) -> None:
     assert after.tokens_per_step == pytest.approx(1 + sum(after.by_position))
 
 
+@pytest.mark.slow
 def test_acceptance_by_hand(llama: tuple[DecoderSpec, Params, Corpus]) -> None:
     config, frozen, leaves, corpus = prepared(llama)
     rng = np.random.default_rng(0)
@@ -198,6 +199,7 @@ def test_acceptance_by_hand(llama: tuple[DecoderSpec, Params, Corpus]) -> None:
     assert 0 < result.by_position[2] < result.by_position[0] < 1
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(
     llama: tuple[DecoderSpec, Params, Corpus], tmp_path: pathlib.Path, monkeypatch
 ) -> None:
