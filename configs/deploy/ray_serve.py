@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM
-from jaxengine.engine.wire import DEFAULT_CORE
 from jaxengine.server.app import build_app
+from jaxengine.wire.frames import DEFAULT_CORE
 
 
 class EngineApp:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineRequest
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineRequest
 
 REPLAYS = 12
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineRequest
 
 LENGTH = 2000  # tokens of the conversation
 NEIGHBOURS = 4

@@ -17,10 +17,10 @@ from jaxengine.bench import machine, results
 from jaxengine.bench.flags import add_output, new_parser
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.frontend.tokenizer import load_tokenizer
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.weights.resolve import resolve_model
+from jaxengine.wire.messages import EngineRequest
 
 SETTINGS = {
     "float32": {"dtype": "float32"},

@@ -25,8 +25,8 @@ def main(argv: list[str]) -> int:
     settings = engine_settings(argv[1:])
     platform.setup()
     from jaxengine.engine.core import EngineCore
-    from jaxengine.engine.messages import EngineRequest
     from jaxengine.sampling_params import SamplingParams
+    from jaxengine.wire.messages import EngineRequest
 
     figures = {"import_s": time.time() - began}
     core = EngineCore(engine_config(settings))

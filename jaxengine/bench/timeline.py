@@ -12,9 +12,9 @@ from typing import Any, Literal
 import jax
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
+from jaxengine.wire.messages import EngineRequest
 
 Lane = Literal["plan", "dispatch", "wait", "output", "device"]
 

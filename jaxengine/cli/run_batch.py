@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from jaxengine.cli.asgi import post
 from jaxengine.cli.preflight import preflight
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
+from jaxengine.wire import frames as wire
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _AHEAD = 4  # lines that may wait for an earlier one to end, for each that runs

@@ -6,9 +6,9 @@ import logging
 
 from jaxengine.cli.preflight import preflight
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
 from jaxengine.progress import quiet_below
 from jaxengine.server.sockets import check_tls
+from jaxengine.wire import frames as wire
 
 
 def run_server(config: EngineConfig, stub: bool = False) -> int:

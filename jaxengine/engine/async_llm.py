@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
 from jaxengine.engine.admission import (
     OverloadedError,
     ShuttingDownError,
@@ -21,12 +20,10 @@ from jaxengine.engine.admission import (
 from jaxengine.engine.client import EngineDeadError, EngineStartError
 from jaxengine.engine.dp.balancer import ANYWHERE, Placement
 from jaxengine.engine.dp.group import EngineGroup
-from jaxengine.engine.dp.health import Board
 from jaxengine.engine.dp.modes import local_ranks
 from jaxengine.engine.dp.orders import Orders
 from jaxengine.engine.front import load_front, off_loop, request_size, served_name
 from jaxengine.engine.in_flight import InFlight
-from jaxengine.engine.messages import EngineOutputs, EngineReady, EngineStats
 from jaxengine.engine.stream import Kind, RequestStream
 from jaxengine.frontend.grammars import TooManyGrammarsError
 from jaxengine.frontend.output_processor import OutputProcessor
@@ -41,6 +38,9 @@ from jaxengine.frontend.processor import InputProcessor, Prompt
 from jaxengine.frontend.validation import Limits
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire import frames as wire
+from jaxengine.wire.health import Board
+from jaxengine.wire.messages import EngineOutputs, EngineReady, EngineStats
 
 if TYPE_CHECKING:
     from jaxengine.engine.hub.remote import RemoteGroup

@@ -6,7 +6,7 @@ from asyncio import Future
 from collections.abc import Iterable
 from typing import Any
 
-from jaxengine.engine.messages import UtilityResult
+from jaxengine.wire.messages import UtilityResult
 
 
 def answer_call(calls: dict[int, Future[Any]], result: UtilityResult) -> None:

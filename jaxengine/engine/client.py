@@ -20,12 +20,13 @@ import zmq
 import zmq.asyncio
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
 from jaxengine.engine.calls import answer_call, fail_all
 from jaxengine.engine.dp.spawning import error_class, spawn_environment, without_main
 from jaxengine.engine.fault.silence import Silence
 from jaxengine.engine.join import MOST_OUTPUTS, join_outputs
-from jaxengine.engine.messages import (
+from jaxengine.engine.process import EngineLaunch, run_engine
+from jaxengine.wire import frames as wire
+from jaxengine.wire.messages import (
     EngineOutputs,
     EngineReady,
     EngineRequest,
@@ -35,7 +36,6 @@ from jaxengine.engine.messages import (
     Siblings,
     UtilityCall,
 )
-from jaxengine.engine.process import EngineLaunch, run_engine
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxengine.engine.messages import EngineOutput
 from jaxengine.sched.block_map import SHARED, block_states
+from jaxengine.wire.messages import EngineOutput
 
 if TYPE_CHECKING:
     from jaxengine.engine.core import EngineCore

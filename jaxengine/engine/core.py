@@ -29,12 +29,6 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.controls import control
 from jaxengine.engine.dp.coupling import Interrupted
 from jaxengine.engine.grammars import Grammars
-from jaxengine.engine.messages import (
-    EngineOutput,
-    EngineReady,
-    EngineRequest,
-    EngineStats,
-)
 from jaxengine.engine.outcome import NAN_ERROR, Collected, make_request, refusal
 from jaxengine.engine.packer import Packer, pack_step
 from jaxengine.engine.parts import (
@@ -58,6 +52,12 @@ from jaxengine.sched.sharded import ShardedScheduler
 from jaxengine.sched.updates import UpdateBatch
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
 from jaxengine.speculate.driver import WAIT, Speculator, draft_masks
+from jaxengine.wire.messages import (
+    EngineOutput,
+    EngineReady,
+    EngineRequest,
+    EngineStats,
+)
 
 if TYPE_CHECKING:
     from jaxengine.engine.dp.lockstep import Lockstep

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.sched.plan import Int32, StepPlan
 from jaxengine.sched.request import Request
+from jaxengine.wire.messages import EngineRequest
 
 if TYPE_CHECKING:
     from jaxengine.frontend.tokenizer import Tokenizer

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from jaxengine.engine.admission import WaitingRoom
 from jaxengine.engine.dp.balancer import ANYWHERE, Placement
-from jaxengine.engine.messages import EngineOutput, EngineRequest
 from jaxengine.engine.stream import Kind, RequestStream
 from jaxengine.frontend.output_processor import OutputProcessor
 from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.frontend.processor import ProcessedRequest
 from jaxengine.metrics.prometheus import Metrics
+from jaxengine.wire.messages import EngineOutput, EngineRequest
 
 
 class Sender(Protocol):

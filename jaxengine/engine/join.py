@@ -3,7 +3,7 @@ fewer, longer deltas instead of falling further back."""
 
 from __future__ import annotations
 
-from jaxengine.engine.messages import EngineOutput, EngineOutputs
+from jaxengine.wire.messages import EngineOutput, EngineOutputs
 
 MOST_OUTPUTS = 4096  # of one joined message
 

@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from jaxengine.config import EngineConfig, template_kwargs
 from jaxengine.engine.front import FrontModel, load_front, read_template
-from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 from jaxengine.frontend.display import llm_html
 from jaxengine.frontend.output_processor import OutputProcessor
 from jaxengine.frontend.outputs import EmbeddingOutput, OutputKind, RequestOutput
@@ -35,6 +34,7 @@ from jaxengine.frontend.processor import InputProcessor, ProcessedRequest, Promp
 from jaxengine.frontend.validation import Limits, RequestError
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.vllm_names import note_vllm_environment
+from jaxengine.wire.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 
 if TYPE_CHECKING:
     from jaxengine.frontend.tokenizer import Tokenizer

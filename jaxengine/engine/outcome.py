@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from jaxengine.engine.grammars import Grammars
-from jaxengine.engine.messages import INVALID_REQUEST, EngineOutput, EngineRequest
 from jaxengine.engine.packer import Packer
 from jaxengine.engine.pooling import Pooled
 from jaxengine.engine.results import PromptLogprobs, logprobs_of
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.updates import RequestUpdate
+from jaxengine.wire.messages import INVALID_REQUEST, EngineOutput, EngineRequest
 
 NAN_ERROR = "the model's logits held NaN or infinity, or no token was legal"
 

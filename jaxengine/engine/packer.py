@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.engine.pooling import NO_ROW, pool_index
 from jaxengine.executor.base import Batch
 from jaxengine.sched.batch import (
@@ -40,6 +39,7 @@ from jaxengine.sched.slot_record import (
     pack_slot,
 )
 from jaxengine.sched.verify_batch import pack_verify
+from jaxengine.wire.messages import EngineRequest
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ import zmq
 
 from jaxengine import garbage
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
 from jaxengine.engine.crash_note import note_crash
 from jaxengine.engine.fault.inject import for_rank
 from jaxengine.engine.fault.outbox import Outbox
@@ -34,7 +33,9 @@ from jaxengine.engine.fault.sentinel import (
     refuse_order,
 )
 from jaxengine.engine.fault.settings import fault_settings
-from jaxengine.engine.messages import (
+from jaxengine.executor.parent import tie_to_parent
+from jaxengine.wire import frames as wire
+from jaxengine.wire.messages import (
     INVALID_REQUEST,
     EngineOutput,
     EngineReady,
@@ -43,7 +44,6 @@ from jaxengine.engine.messages import (
     UtilityCall,
     UtilityResult,
 )
-from jaxengine.executor.parent import tie_to_parent
 
 log = logging.getLogger(__name__)
 

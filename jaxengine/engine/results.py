@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxengine.engine.messages import TokenLogprobs
 from jaxengine.sched.plan import Int32, StepResult
 from jaxengine.sched.request import Request
+from jaxengine.wire.messages import TokenLogprobs
 
 Part = tuple[Int32, NDArray[np.float32], Int32]  # ids [n, 1+K], log-probabilities, ranks [n]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.fault.inject import Injector, carry_out, parse_faults
-from jaxengine.engine.messages import (
+from jaxengine.wire.messages import (
     EngineOutput,
     EngineReady,
     EngineRequest,

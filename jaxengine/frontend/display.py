@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from html import escape
 
-from jaxengine.engine.messages import EngineReady, EngineStats
 from jaxengine.frontend.outputs import CompletionOutput, RequestOutput
+from jaxengine.wire.messages import EngineReady, EngineStats
 
 _HEAD = '<th style="text-align:left;font-weight:normal;opacity:.65;vertical-align:top">'
 _CELL = '<td style="text-align:left;white-space:pre-wrap">'

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from jaxengine.engine.messages import TokenLogprobs
 from jaxengine.frontend.detokenizer import REPLACEMENT
+from jaxengine.wire.messages import TokenLogprobs
 
 # What an impossible token shows, streamed or not: JSON has no -Infinity.
 FLOOR = -9999.0

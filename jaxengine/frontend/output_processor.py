@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxengine.engine.messages import EngineOutput, EngineRequest
 from jaxengine.frontend.detokenizer import make_detokenizer, token_bytes
 from jaxengine.frontend.logprobs import PositionLogprobs, TokenTexts, prompt_logprobs
 from jaxengine.frontend.outputs import OutputKind, RequestMetrics, RequestOutput
 from jaxengine.frontend.processor import ProcessedRequest
 from jaxengine.frontend.sequence import Completion
 from jaxengine.frontend.stop import StopChecker
+from jaxengine.wire.messages import EngineOutput, EngineRequest
 
 if TYPE_CHECKING:
     from jaxengine.frontend.reasoning import AnswerGate

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import force_setattr
 
-from jaxengine.engine.messages import EngineRequest, siblings_of
 from jaxengine.frontend.grammars import GrammarChecks
 from jaxengine.frontend.thinking import thinking_budget
 from jaxengine.frontend.validation import (
@@ -30,6 +29,7 @@ from jaxengine.frontend.validation import (
 )
 from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxengine.sched.slot_record import MAX_BAD_WORD_LEN
+from jaxengine.wire.messages import EngineRequest, siblings_of
 
 if TYPE_CHECKING:
     from jaxengine.frontend.reasoning import AnswerGate

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxengine.engine.messages import EngineOutput
 from jaxengine.frontend.detokenizer import Detokenizer
 from jaxengine.frontend.logprobs import PositionLogprobs, TokenTexts, position_logprobs
 from jaxengine.frontend.outputs import CompletionOutput
 from jaxengine.frontend.stop import StopChecker
+from jaxengine.wire.messages import EngineOutput
 
 if TYPE_CHECKING:
     from jaxengine.frontend.reasoning import AnswerGate

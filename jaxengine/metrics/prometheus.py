@@ -14,11 +14,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics, generate_latest
 
-from jaxengine.engine.dp.merge import merge_stats
-from jaxengine.engine.messages import EngineOutput, EngineRequest, EngineStats
 from jaxengine.metrics.ranks import RankMetrics
 from jaxengine.metrics.series import Series
 from jaxengine.metrics.tracing import TRACE_HEADERS, RequestSpan, Tracer
+from jaxengine.wire.merge import merge_stats
+from jaxengine.wire.messages import EngineOutput, EngineRequest, EngineStats
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series that nobody reads
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from jaxengine.engine.dp.health import DEAD, HEALTHY, STARTING, STATES, UNHEALTHY
+from jaxengine.wire.health import DEAD, HEALTHY, STARTING, STATES, UNHEALTHY
 
 
 class RankMetrics:

@@ -8,8 +8,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jaxengine.engine.messages import EngineStats
 from jaxengine.metrics.figures import SLEEP_STATES, Figure, place_figure
+from jaxengine.wire.messages import EngineStats
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TTFT = (

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
 from jaxengine.engine.async_llm import AsyncLLM, EngineStartError
-from jaxengine.engine.messages import EngineReady
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.metrics.status import log_status
 from jaxengine.metrics.tracing import Tracer
@@ -29,6 +27,8 @@ from jaxengine.server.http_protocol import BoundedProtocol
 from jaxengine.server.keys import keys_of
 from jaxengine.server.startup import startup_table
 from jaxengine.vllm_names import note_vllm_environment
+from jaxengine.wire import frames as wire
+from jaxengine.wire.messages import EngineReady
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from jaxengine.engine.messages import EngineReady
+from jaxengine.wire.messages import EngineReady
 
 
 def startup_table(ready: EngineReady, num_engines: int, began: float) -> str:

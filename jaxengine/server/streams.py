@@ -11,7 +11,6 @@ from fastapi import Request
 
 from jaxengine.engine.admission import OVERLOADED, UNAVAILABLE
 from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream
-from jaxengine.engine.messages import INVALID_REQUEST
 from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.frontend.processor import Prompt
 from jaxengine.frontend.validation import RequestError
@@ -19,6 +18,7 @@ from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.constraints import field_of, named_as_given
 from jaxengine.server.errors import ApiError, ClientGone
 from jaxengine.server.protocol import SamplingBody
+from jaxengine.wire.messages import INVALID_REQUEST
 
 _TURN = 16  # prompts admitted before other tasks get the event loop
 

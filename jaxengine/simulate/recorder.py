@@ -12,7 +12,6 @@ from typing import Any
 
 from jaxengine.bench.datasets import BenchRequest, prompt_tokens
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
 from jaxengine.sampling_params import SamplingParams
@@ -21,6 +20,7 @@ from jaxengine.simulate.clock import Clock
 from jaxengine.simulate.cost import StepShape
 from jaxengine.simulate.outcome import Outcome, RankFigures, Record
 from jaxengine.simulate.table import Sample, Work
+from jaxengine.wire.messages import EngineRequest
 
 # A result that took less than this share of its step to come was there before it was asked for.
 WAITED = 0.05

@@ -16,9 +16,9 @@ from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.plan import StepPlan
+from jaxengine.wire.messages import EngineOutput, EngineRequest, TokenLogprobs
 
 VOCAB, EOS = 320, 2
 MAX_LEN = 192

@@ -23,7 +23,7 @@ from engine_runs import (
 )
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
+from jaxengine.wire.messages import EngineRequest
 
 
 @dataclass

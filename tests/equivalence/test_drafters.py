@@ -24,9 +24,9 @@ from engine_runs import (
 from test_speculation import assert_equal, byte_compiler, in_turns, spec_figures
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.structured import Matcher, check_structured
+from jaxengine.wire.messages import EngineRequest
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from engine_runs import TIGHT_16, alone, engine, ids_of, oracle_engine, prompt_of, request, run
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineStats
+from jaxengine.wire.messages import EngineStats
 
 
 class Killer:

@@ -13,9 +13,9 @@ from engine_runs import TIGHT, Seen, alone, depth, engine, ids_of, request, run
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import INVALID_REQUEST, EngineRequest
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.structured import GrammarCompiler, Matcher, Spec, check_structured
+from jaxengine.wire.messages import INVALID_REQUEST, EngineRequest
 
 VOCAB, END = 320, 256
 SPECULATION = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'

@@ -31,8 +31,8 @@ from engine_runs import (
 )
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineRequest
 
 EDGES = {
     "one row, 17 tokens": ONE_ROW,

@@ -9,7 +9,7 @@ import pytest
 from engine_runs import ONE_ROW, engine, ids_of, prompt_of, request, run
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineOutput
+from jaxengine.wire.messages import EngineOutput
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -23,9 +23,9 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM, Placement
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.fault.inject import Fault
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import WorkerDied, WorkerError
+from jaxengine.wire.messages import EngineRequest
 
 LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
 ADAPTIVE = {"method": "ngram", "adaptive": True, "num_speculative_tokens": 2, **LOOKUP}

@@ -30,13 +30,13 @@ from engine_runs import (
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.engine.wrapped import wrapped
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.sched.plan import Int32
 from jaxengine.speculate.config import parse_speculative_config
 from jaxengine.speculate.driver import Speculator
 from jaxengine.structured import GrammarCompiler, Matcher, check_structured
+from jaxengine.wire.messages import EngineRequest
 
 CONFIG = {
     "method": "ngram",

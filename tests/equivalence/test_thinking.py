@@ -21,8 +21,8 @@ from engine_runs import (
 from msgspec.structs import replace
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.sampling_params import ThinkingBudget
+from jaxengine.wire.messages import EngineRequest
 
 END = [301, 302]
 

@@ -17,8 +17,10 @@ import zmq
 from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
-from jaxengine.engine.messages import (
+from jaxengine.engine.process import EngineLaunch, run_engine
+from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire import frames as wire
+from jaxengine.wire.messages import (
     EngineOutput,
     EngineOutputs,
     EngineReady,
@@ -30,8 +32,6 @@ from jaxengine.engine.messages import (
     UtilityCall,
     UtilityResult,
 )
-from jaxengine.engine.process import EngineLaunch, run_engine
-from jaxengine.sampling_params import SamplingParams
 
 MODEL = GOLDENS / "llama"
 KINDS: dict[bytes, Any] = {

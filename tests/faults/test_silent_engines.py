@@ -20,16 +20,16 @@ from dp_servers import rank_processes
 from serverlib import call, eventually, running
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
 from jaxengine.engine.async_llm import AsyncLLM, EngineDeadError, Placement
 from jaxengine.engine.hub.hub import Hub
 from jaxengine.engine.hub.messages import Report
 from jaxengine.engine.hub.remote import RemoteGroup
-from jaxengine.engine.messages import EngineOutputs
 from jaxengine.engine.stub import canned_tokens
 from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire import frames as wire
+from jaxengine.wire.messages import EngineOutputs
 
 C = "/v1/completions"
 TOKENS = 400

@@ -7,11 +7,11 @@ from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.frontend.chat_template import render_messages
 from jaxengine.frontend.tokenizer import load_tokenizer
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.weights.resolve import resolve_model
+from jaxengine.wire.messages import EngineRequest
 
 GOLDEN = json.loads((GOLDENS / "smollm2-135m-instruct-q4_1.json").read_text())
 SURE = 0.01  # margin above which another float32 implementation must agree

@@ -7,8 +7,8 @@ from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest, TokenLogprobs
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineRequest, TokenLogprobs
 
 FAMILIES = (
     "llama",

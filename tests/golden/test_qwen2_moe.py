@@ -10,8 +10,8 @@ from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineRequest
 
 GOLDEN = GOLDENS / "qwen2"
 NEW, EXPERTS, TOP = 12, 6, 2

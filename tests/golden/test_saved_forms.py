@@ -17,8 +17,8 @@ from tokenizers.models import WordLevel
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.llm import LLM
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineRequest
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

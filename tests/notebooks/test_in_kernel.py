@@ -17,7 +17,7 @@ from run_notebook import environment, execute, problems, save
 SETUP = """
 import asyncio, time
 from jaxengine import LLM, SamplingParams
-from jaxengine.engine.messages import EngineOutput, EngineReady, EngineStats
+from jaxengine.wire.messages import EngineOutput, EngineReady, EngineStats
 
 class Core:
     live = {}

@@ -8,7 +8,7 @@ from engine_server import ENGINE_FLAGS
 from invalid_bodies import TINY_FLAGS
 from serverlib import Server, running
 
-from jaxengine.engine.wire import DEFAULT_CORE
+from jaxengine.wire.frames import DEFAULT_CORE
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ import signal
 import time
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.messages import EngineOutput, EngineRequest
 from jaxengine.engine.stub import StubEngineCore
+from jaxengine.wire.messages import EngineOutput, EngineRequest
 
 
 class StepFails(StubEngineCore):

@@ -7,8 +7,8 @@ import os
 import sys
 
 from jaxengine.cli import main as cli
-from jaxengine.engine import wire
 from jaxengine.server import http_protocol
+from jaxengine.wire import frames as wire
 
 if __name__ == "__main__":
     wire.STUB_CORE = sys.argv[1]

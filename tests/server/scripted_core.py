@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.messages import EngineOutput, EngineRequest
 from jaxengine.engine.stub import StubEngineCore
 from jaxengine.frontend.tokenizer import load_tokenizer
 from jaxengine.weights.resolve import resolve_model
+from jaxengine.wire.messages import EngineOutput, EngineRequest
 
 
 class Scripted(StubEngineCore):

@@ -16,7 +16,7 @@ import tiny_model
 from serverlib import Server, alive, call, chunks, running
 from testdata import template
 
-from jaxengine.engine.wire import DEFAULT_CORE
+from jaxengine.wire.frames import DEFAULT_CORE
 
 CC = "/v1/chat/completions"
 AUTO = ("--enable-auto-tool-choice", "--tool-call-parser")

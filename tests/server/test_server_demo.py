@@ -6,7 +6,7 @@ from typing import Any
 
 from serverlib import alive, call, chunks, metric, running
 
-from jaxengine.engine.wire import DEFAULT_CORE
+from jaxengine.wire.frames import DEFAULT_CORE
 
 CC = "/v1/chat/completions"
 

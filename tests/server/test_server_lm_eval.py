@@ -12,7 +12,7 @@ import sys
 import pytest
 from serverlib import call, running
 
-from jaxengine.engine.wire import DEFAULT_CORE
+from jaxengine.wire.frames import DEFAULT_CORE
 
 TASKS = pathlib.Path(__file__).resolve().parents[1] / "eval"
 

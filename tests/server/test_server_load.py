@@ -17,7 +17,7 @@ import psutil
 import pytest
 from serverlib import Server, alive, call, eventually, metric, running
 
-from jaxengine.engine.wire import DEFAULT_CORE
+from jaxengine.wire.frames import DEFAULT_CORE
 
 C, CC = "/v1/completions", "/v1/chat/completions"
 CLIENTS = 200

@@ -15,7 +15,7 @@ import tiny_model
 import yaml
 from serverlib import ROOT, Server, call, eventually, metric, running
 
-from jaxengine.engine.wire import DEFAULT_CORE
+from jaxengine.wire.frames import DEFAULT_CORE
 
 C = "/v1/completions"
 CONFIGS = ROOT / "configs"

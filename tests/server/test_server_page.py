@@ -11,7 +11,7 @@ import tiny_model
 from browser import Page, browser
 from serverlib import call, eventually, metric, running
 
-from jaxengine.engine.wire import DEFAULT_CORE
+from jaxengine.wire.frames import DEFAULT_CORE
 
 ANSWER = "document.querySelector('.turn.assistant:last-child .body')?.innerText || ''"
 IDLE = "document.getElementById('stop').hidden"

@@ -11,7 +11,7 @@ import pytest
 import tiny_model
 from serverlib import Server, call, chunks, running
 
-from jaxengine.engine.wire import DEFAULT_CORE
+from jaxengine.wire.frames import DEFAULT_CORE
 
 C, CC = "/v1/completions", "/v1/chat/completions"
 END = [tiny_model.byte_id(char) for char in "</think>"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxengine.engine.join import join_outputs
-from jaxengine.engine.messages import EngineOutput, EngineOutputs, EngineStats, TokenLogprobs
+from jaxengine.wire.messages import EngineOutput, EngineOutputs, EngineStats, TokenLogprobs
 
 
 def _scores(*tokens: int) -> list[TokenLogprobs]:

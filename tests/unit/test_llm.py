@@ -16,10 +16,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.llm import LLM, read_template
-from jaxengine.engine.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 from jaxengine.frontend.tokenizer import Tokenizer
 from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -15,8 +15,8 @@ from jaxengine.cli import main as cli
 from jaxengine.cli.asgi import post
 from jaxengine.cli.run_batch import run_batch
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
 from jaxengine.server import errors
+from jaxengine.wire import frames as wire
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxengine.bench.timeline import Span, busy, trace
-from jaxengine.engine.messages import EngineOutput, EngineRequest
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineOutput, EngineRequest
 
 
 class Executor:

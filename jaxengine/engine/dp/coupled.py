@@ -13,12 +13,12 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-from jaxengine.engine import wire
 from jaxengine.engine.client import EngineClient, EngineDeadError
 from jaxengine.engine.dp import waves
 from jaxengine.engine.dp.coupling import free_port
-from jaxengine.engine.dp.health import DEAD, DRAINING, HEALTHY, STARTING, UNHEALTHY, Board
-from jaxengine.engine.messages import EngineOutput, FaultToleranceRequest, RankStatus
+from jaxengine.wire import frames as wire
+from jaxengine.wire.health import DEAD, DRAINING, HEALTHY, STARTING, UNHEALTHY, Board
+from jaxengine.wire.messages import EngineOutput, FaultToleranceRequest, RankStatus
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
 from jaxengine.engine.dp import waves
 from jaxengine.engine.dp.coupling import Interrupted, Member
 from jaxengine.engine.dp.exchange import (
@@ -25,6 +24,7 @@ from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import PeerFailed
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepPlan
+from jaxengine.wire import frames as wire
 
 Report = Callable[[wire.WaveNotice], None]
 

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxengine.engine.dp.health import HEALTHY, Board
-from jaxengine.engine.messages import FaultToleranceRequest, FaultToleranceResult
 from jaxengine.frontend.validation import RequestError
+from jaxengine.wire.health import HEALTHY, Board
+from jaxengine.wire.messages import FaultToleranceRequest, FaultToleranceResult
 
 INSTRUCTIONS = ("retry", "respawn", "drain")
 _KEPT = 256  # orders that can be looked up

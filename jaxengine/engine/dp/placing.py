@@ -10,10 +10,10 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.admission import UnavailableError
 from jaxengine.engine.client import EngineClient, EngineDeadError
 from jaxengine.engine.dp.balancer import ANYWHERE, Balancer, Placement, prefix_key
-from jaxengine.engine.dp.health import Board
 from jaxengine.engine.dp.routes import Route, Routes
-from jaxengine.engine.messages import EngineOutput, EngineRequest
 from jaxengine.frontend.validation import RequestError
+from jaxengine.wire.health import Board
+from jaxengine.wire.messages import EngineOutput, EngineRequest
 
 _NOWHERE = -1  # the rank of a sequence that is parked
 

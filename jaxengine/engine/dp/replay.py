@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from jaxengine.engine.messages import EngineOutput, EngineRequest
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineOutput, EngineRequest
 
 
 def replayable(params: SamplingParams, num_tokens: int) -> bool:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from jaxengine.engine.admission import UNAVAILABLE
 from jaxengine.engine.dp.replay import continuation, drop_first, replayable
-from jaxengine.engine.messages import EngineOutput, EngineRequest
+from jaxengine.wire.messages import EngineOutput, EngineRequest
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 
-from jaxengine.engine import wire
+from jaxengine.wire import frames as wire
 
 
 @contextlib.contextmanager

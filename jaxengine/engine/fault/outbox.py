@@ -7,8 +7,8 @@ from typing import Any
 
 import zmq
 
-from jaxengine.engine import wire
-from jaxengine.engine.messages import EngineOutput, EngineOutputs, EngineStats
+from jaxengine.wire import frames as wire
+from jaxengine.wire.messages import EngineOutput, EngineOutputs, EngineStats
 
 
 class Outbox:

@@ -17,7 +17,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from jaxengine.engine import wire
 from jaxengine.engine.admission import UNAVAILABLE
 from jaxengine.engine.fault.outbox import Outbox
 from jaxengine.engine.fault.settings import FaultSettings
@@ -33,7 +32,8 @@ from jaxengine.engine.fault.state import (
     WorkerGone,
     advance,
 )
-from jaxengine.engine.messages import (
+from jaxengine.wire import frames as wire
+from jaxengine.wire.messages import (
     EngineOutput,
     EngineStats,
     FaultToleranceRequest,

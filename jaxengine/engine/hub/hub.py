@@ -32,15 +32,15 @@ from jaxengine.engine.dp.group import EngineGroup
 from jaxengine.engine.fault.settings import silence_limit
 from jaxengine.engine.fault.silence import TICK, Silence
 from jaxengine.engine.hub import messages as hub
-from jaxengine.engine.messages import (
+from jaxengine.frontend.validation import RequestError
+from jaxengine.metrics.prometheus import Metrics
+from jaxengine.wire.messages import (
     EngineOutput,
     EngineOutputs,
     EngineReady,
     UtilityCall,
     UtilityResult,
 )
-from jaxengine.frontend.validation import RequestError
-from jaxengine.metrics.prometheus import Metrics
 
 log = logging.getLogger(__name__)
 

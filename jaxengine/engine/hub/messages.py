@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxengine.engine.messages import (
+from jaxengine.wire.messages import (
     EngineOutputs,
     EngineReady,
     Siblings,

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxengine.bench.acceptance import Drafts, acceptance, acceptance_lines, parse_drafts
-from jaxengine.engine.messages import EngineStats
 from jaxengine.metrics.prometheus import Metrics, with_vllm_names
+from jaxengine.wire.messages import EngineStats
 
 OLD = Drafts(10, 30, 12, {0: 8, 1: 3, 2: 1})
 NEW = Drafts(14, 42, 18, {0: 11, 1: 5, 2: 2})

@@ -16,9 +16,9 @@ from jaxengine.bench.flags import engine_config
 from jaxengine.bench.flatten import flatten
 from jaxengine.bench.floor import num_weights
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineOutput, EngineRequest, EngineStats
 from jaxengine.weights.load import load_spec
 from jaxengine.weights.resolve import resolve_model
+from jaxengine.wire.messages import EngineOutput, EngineRequest, EngineStats
 
 LLAMA = GOLDENS / "llama"
 SMALL = ["--model", str(LLAMA), "--warmup", "lazy"]

@@ -9,7 +9,8 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.client import EngineClient, EngineDeadError, EngineStartError
 from jaxengine.engine.dp.balancer import ANYWHERE, Placement
 from jaxengine.engine.dp.placing import Placer
-from jaxengine.engine.messages import (
+from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import (
     EngineOutput,
     EngineOutputs,
     EngineReady,
@@ -18,7 +19,6 @@ from jaxengine.engine.messages import (
     FaultToleranceResult,
     RankStatus,
 )
-from jaxengine.sampling_params import SamplingParams
 
 
 class FakeClient(EngineClient):

@@ -18,7 +18,9 @@ from jaxengine.engine.client import EngineDeadError, EngineStartError
 from jaxengine.engine.dp.balancer import Placement
 from jaxengine.engine.dp.group import EngineGroup
 from jaxengine.engine.dp.orders import Orders
-from jaxengine.engine.messages import (
+from jaxengine.frontend.validation import RequestError
+from jaxengine.sampling_params import StructuredOutputsParams
+from jaxengine.wire.messages import (
     EngineOutput,
     EngineOutputs,
     EngineRequest,
@@ -27,8 +29,6 @@ from jaxengine.engine.messages import (
     TokenLogprobs,
     siblings_of,
 )
-from jaxengine.frontend.validation import RequestError
-from jaxengine.sampling_params import StructuredOutputsParams
 
 
 @dataclass

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from jaxengine.config import DataParallelConfig, EngineConfig
-from jaxengine.engine.dp.merge import merge_ready, merge_results, merge_stats
 from jaxengine.engine.dp.modes import local_ranks, rank_config, rank_environment
-from jaxengine.engine.messages import EngineReady, EngineStats
+from jaxengine.wire.merge import merge_ready, merge_results, merge_stats
+from jaxengine.wire.messages import EngineReady, EngineStats
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
 from jaxengine.executor.conformance import assert_same, transcript
@@ -24,6 +23,7 @@ from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_messages import WireBatch, keys_of
 from jaxengine.executor.worker_process import WorkerDied, WorkerError, WorkerHung
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineRequest
 
 MODEL = GOLDENS / "llama"
 

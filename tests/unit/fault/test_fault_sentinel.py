@@ -13,12 +13,15 @@ import msgspec
 import pytest
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine import wire
 from jaxengine.engine.admission import UNAVAILABLE
 from jaxengine.engine.fault.outbox import Outbox
 from jaxengine.engine.fault.sentinel import RecoverableCore, Sentinel
 from jaxengine.engine.fault.settings import FaultSettings
-from jaxengine.engine.messages import (
+from jaxengine.engine.process import _busy_loop
+from jaxengine.engine.stub import StubEngineCore
+from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire import frames as wire
+from jaxengine.wire.messages import (
     EngineOutput,
     EngineOutputs,
     EngineRequest,
@@ -27,9 +30,6 @@ from jaxengine.engine.messages import (
     UtilityCall,
     UtilityResult,
 )
-from jaxengine.engine.process import _busy_loop
-from jaxengine.engine.stub import StubEngineCore
-from jaxengine.sampling_params import SamplingParams
 
 KINDS = {
     wire.OUTPUTS: EngineOutputs,

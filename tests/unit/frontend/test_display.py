@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from jaxengine.engine.llm import LLM
-from jaxengine.engine.messages import EngineReady, EngineRequest, EngineStats
 from jaxengine.frontend.display import llm_html, output_html
 from jaxengine.frontend.outputs import CompletionOutput, RequestOutput
+from jaxengine.wire.messages import EngineReady, EngineRequest, EngineStats
 
 READY = EngineReady(
     max_model_len=8192,

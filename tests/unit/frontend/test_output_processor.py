@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from toys import BYTE_VOCAB, byte_char, byte_tokenizer, joined, run, sp_tokenizer
 
-from jaxengine.engine.messages import EngineOutput, TokenLogprobs
 from jaxengine.frontend.logprobs import FLOOR, TokenTexts, position_logprobs
 from jaxengine.frontend.output_processor import OutputProcessor
 from jaxengine.frontend.outputs import RequestOutput, merge_deltas, usage
 from jaxengine.frontend.processor import InputProcessor, ProcessedRequest
 from jaxengine.frontend.validation import Limits
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineOutput, TokenLogprobs
 
 TOY = byte_tokenizer()
 INPUTS = InputProcessor(TOY, Limits(4096, BYTE_VOCAB))  # type: ignore[arg-type]

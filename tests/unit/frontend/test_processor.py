@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from toys import BYTE_VOCAB, byte_tokenizer, sp_tokenizer
 
-from jaxengine.engine.messages import EngineRequest
 from jaxengine.frontend.processor import InputProcessor, default_params
 from jaxengine.frontend.validation import Limits, RequestError
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineRequest
 
 TOY = byte_tokenizer(merges=(("a", "b"),))
 LIMITS = Limits(max_model_len=64, vocab_size=BYTE_VOCAB)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from jaxengine.engine.messages import EngineOutput
 from jaxengine.frontend.output_processor import OutputProcessor
 from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.frontend.processor import InputProcessor
 from jaxengine.frontend.validation import Limits
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.wire.messages import EngineOutput
 
 BYTE_VOCAB = 300  # logits wider than the tokenizer
 

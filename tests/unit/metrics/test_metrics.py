@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxengine.engine.messages import EngineOutput, EngineRequest, EngineStats
 from jaxengine.metrics import tracing
 from jaxengine.metrics.figures import place_figure
 from jaxengine.metrics.merge import merge_texts
@@ -18,6 +17,7 @@ from jaxengine.metrics.status import status_line
 from jaxengine.metrics.tracing import TRACE_HEADERS, Tracer, check_tracing, traces_url
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.http_metrics import HttpMetrics
+from jaxengine.wire.messages import EngineOutput, EngineRequest, EngineStats
 
 
 def _requests(n: int, prompt: int = 10) -> list[EngineRequest]:

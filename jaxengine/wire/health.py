@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxengine.engine.messages import RankStatus
+from jaxengine.wire.messages import RankStatus
 
 STARTING, HEALTHY, UNHEALTHY, DEAD, DRAINING = (
     "starting",

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from jaxengine.engine.messages import EngineReady, EngineStats
+from jaxengine.wire.messages import EngineReady, EngineStats
 
 
 def merge_ready(parts: list[EngineReady]) -> EngineReady:
