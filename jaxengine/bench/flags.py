@@ -9,8 +9,8 @@ from typing import Any
 
 import cyclopts
 
-from jaxengine.cli.options import Options, said_in_flags, split_argv
 from jaxengine.config import PARTS, EngineConfig
+from jaxengine.settings.flags import Options, said_in_flags, split_argv
 
 _ENGINE = "The engine's flags (jaxengine serve --help) are taken too, e.g. --block-size 32."
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from jaxengine.cli.options import Model, Options, to_config
+from jaxengine.settings.flags import Model, Options, to_config
 
 
 def serve(

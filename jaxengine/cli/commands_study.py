@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from jaxengine.cli.options import Model
 from jaxengine.cli.simulate_options import SimulateOptions
+from jaxengine.settings.flags import Model
 
 
 def aot_check(

@@ -15,7 +15,7 @@ from jaxengine.cli.commands_client import chat, complete
 from jaxengine.cli.commands_engine import generate, run_batch, serve
 from jaxengine.cli.commands_look import doctor, kv, models
 from jaxengine.cli.commands_study import aot_check, simulate_command, train_draft
-from jaxengine.cli.options import shown_default, split_argv, yaml_config
+from jaxengine.settings.flags import shown_default, split_argv, yaml_config
 
 app = cyclopts.App(
     name="jaxengine",

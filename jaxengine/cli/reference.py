@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jaxengine.cli.options import Options, flag
 from jaxengine.config import PARTS
+from jaxengine.settings.flags import Options, flag
 from jaxengine.vllm_names import FLAGS, Status
 
 _HEAD = """\

@@ -21,7 +21,7 @@ import jaxengine
 from jaxengine.bench.flags import engine_settings
 from jaxengine.cli import main as cli
 from jaxengine.cli.bench import BENCHES
-from jaxengine.cli.options import split_argv
+from jaxengine.settings.flags import split_argv
 
 ALL = [block for path in PAGES for block in blocks(path)]
 

@@ -13,9 +13,9 @@ from pages import read, section, tables
 
 import jaxengine
 from jaxengine.cli import main as cli
-from jaxengine.cli.options import _boolean_flags, flag, split_argv
 from jaxengine.config import PARTS, EngineConfig
 from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxengine.settings.flags import _boolean_flags, flag, split_argv
 from jaxengine.vllm_names import FLAGS, find, translate
 
 PAGE = read("docs/migration.md")

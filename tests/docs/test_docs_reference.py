@@ -10,8 +10,8 @@ import pytest
 from pages import ROOT, read
 
 from jaxengine.cli import reference
-from jaxengine.cli.options import flag
 from jaxengine.config import PARTS
+from jaxengine.settings.flags import flag
 
 STALE = "run `python -m jaxengine.cli.reference` and commit what it wrote"
 

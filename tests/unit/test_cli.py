@@ -14,11 +14,11 @@ import pytest
 
 import jaxengine
 from jaxengine.cli import main as cli
-from jaxengine.cli import options
 from jaxengine.cli.bench import run_bench
 from jaxengine.cli.doctor import gpu_problem
 from jaxengine.cli.http import ServerError, get_json
 from jaxengine.config import EngineConfig
+from jaxengine.settings import flags as options
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 Run = Callable[..., EngineConfig]

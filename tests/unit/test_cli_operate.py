@@ -15,9 +15,9 @@ import pytest
 from jaxengine.cli import main as cli
 from jaxengine.cli import report
 from jaxengine.cli.bench import BENCHES
-from jaxengine.cli.options import flag
 from jaxengine.config import EngineConfig
 from jaxengine.engine import crash_note
+from jaxengine.settings.flags import flag
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

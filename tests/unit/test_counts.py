@@ -7,9 +7,9 @@ import pathlib
 import pytest
 
 from jaxengine.bench.flags import engine_settings
-from jaxengine.cli.counts import AUTO, COUNTS, count_words, read_count
-from jaxengine.cli.options import flag, split_argv, yaml_config
 from jaxengine.config import PARTS, EngineConfig, ModelConfig
+from jaxengine.settings.counts import AUTO, COUNTS, count_words, read_count
+from jaxengine.settings.flags import flag, split_argv, yaml_config
 
 LEN = "--max-model-len"
 

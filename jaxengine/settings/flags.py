@@ -14,7 +14,6 @@ import cyclopts
 import yaml
 from cyclopts import Group, Parameter
 
-from jaxengine.cli.counts import count_keys, count_words
 from jaxengine.config import (
     PARTS,
     CacheConfig,
@@ -28,6 +27,7 @@ from jaxengine.config import (
     ServerConfig,
 )
 from jaxengine.settings.check import SettingError, in_flags
+from jaxengine.settings.counts import count_keys, count_words
 from jaxengine.vllm_names import translate, translate_keys
 
 # The order of `--help`: what most people set comes first.
