@@ -19,7 +19,6 @@ from jaxengine.engine.cache_counts import CacheCounts
 from jaxengine.engine.divide import cache_spec, divide, expert_tables, place_experts
 from jaxengine.engine.dp.coupling import member_of
 from jaxengine.engine.kv_room import CPU_KV_BYTES, kv_room, weight_bytes
-from jaxengine.executor.choice import ON_DEMAND
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.shards import equal_pools
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
@@ -31,7 +30,6 @@ from jaxengine.offload.layout import KVLayout
 from jaxengine.parallel import expert_load
 from jaxengine.parallel.mesh import Devices, make_stages
 from jaxengine.progress import progress_bar
-from jaxengine.runner.buckets import Overlap, all_buckets, in_halves, row_buckets
 from jaxengine.runner.choice import choose_attention
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.model_runner import ModelRunner
@@ -39,7 +37,9 @@ from jaxengine.runner.programs import Programs, Specs
 from jaxengine.runner.state import DeviceState, state_shapes
 from jaxengine.runner.warmup import first_keys, warmup_keys
 from jaxengine.sched.batch import BatchShape
+from jaxengine.sched.buckets import Overlap, all_buckets, in_halves, row_buckets
 from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.sched.shapes import ON_DEMAND
 from jaxengine.sched.slot_record import SlotShape
 from jaxengine.speculate.open_drafter import Target, find_drafter
 from jaxengine.weights.fingerprint import fingerprint

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxengine.executor.base import Batch
-from jaxengine.executor.choice import ON_DEMAND, ProgramKey, ShapeChooser, VerifyChooser
 from jaxengine.executor.nodes import LeadingRunner
 from jaxengine.parallel import expert_load
-from jaxengine.runner.buckets import Overlap, in_halves
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.buckets import Overlap, in_halves
 from jaxengine.sched.plan import Int32, StepResult
+from jaxengine.sched.shapes import ON_DEMAND, ProgramKey, ShapeChooser, VerifyChooser
 from jaxengine.sched.verify_batch import verify_bucket
 from jaxengine.speculate.drafter import Drafter
 from jaxengine.speculate.lookup import Lookup

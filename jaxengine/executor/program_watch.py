@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from jaxengine.executor.choice import ProgramKey
 from jaxengine.executor.worker_messages import Programs
-from jaxengine.runner.buckets import in_halves
+from jaxengine.sched.buckets import in_halves
+from jaxengine.sched.shapes import ProgramKey
 from jaxengine.sched.verify_batch import verify_bucket
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from jaxengine.engine.dp.coupling import moved
 from jaxengine.engine.fault.inject import Fault, Injector, carry_out, parse_faults
 from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.executor.base import Batch
-from jaxengine.executor.choice import ProgramKey, ShapeChooser, VerifyChooser
 from jaxengine.executor.worker_messages import (
     Answer,
     Array,
@@ -41,6 +40,7 @@ from jaxengine.executor.worker_messages import (
 from jaxengine.executor.worker_process import PeerFailed, WorkerDied, WorkerError, WorkerProcess
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
+from jaxengine.sched.shapes import ProgramKey, ShapeChooser, VerifyChooser
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool

@@ -11,8 +11,8 @@ from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_messages import Description
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.offload.layout import KVLayout
-from jaxengine.runner.buckets import row_buckets
 from jaxengine.sched.batch import BatchShape
+from jaxengine.sched.buckets import row_buckets
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.slot_record import SlotShape
 

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from jaxengine.config import EngineConfig
 from jaxengine.engine.fault.inject import Fault
 from jaxengine.executor.base import Batch
-from jaxengine.executor.choice import ProgramKey, sampler_of
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.offload.jobs import Done, OffloadStep
 from jaxengine.offload.layout import KVLayout
-from jaxengine.runner.buckets import Overlap
 from jaxengine.sched.batch import BatchShape, Bucket
+from jaxengine.sched.buckets import Overlap
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.plan import StepResult
+from jaxengine.sched.shapes import ProgramKey, sampler_of
 from jaxengine.sched.slot_record import SlotShape
 
 

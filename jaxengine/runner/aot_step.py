@@ -59,11 +59,11 @@ def compile_step(case: Case) -> dict[str, Any]:
     from jaxengine.pallas_kernels import device
     from jaxengine.parallel.hlo import overlap_report
     from jaxengine.parallel.mesh import make_devices
-    from jaxengine.runner.buckets import row_buckets
     from jaxengine.runner.choice import choose_attention
     from jaxengine.runner.forward import StepConfig, forward
     from jaxengine.runner.state import state_shapes
     from jaxengine.sched.batch import BatchShape, Bucket, layout_of
+    from jaxengine.sched.buckets import row_buckets
     from jaxengine.sched.slot_record import SlotShape
 
     target = aot.TARGETS[case["target"]]

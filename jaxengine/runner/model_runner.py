@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxengine.executor.base import Batch
-from jaxengine.executor.choice import sampler_of
 from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.draft_runner import DraftRunner
@@ -20,6 +19,7 @@ from jaxengine.runner.sampling_step import FIXED
 from jaxengine.runner.state import DeviceState, new_state
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
+from jaxengine.sched.shapes import sampler_of
 from jaxengine.speculate.drafter import Drafter
 from jaxengine.speculate.verify import Drafted
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxengine.bench.offload import measure_device
 from jaxengine.engine.core import EngineCore
 from jaxengine.models.layout import StepLayout
-from jaxengine.runner.buckets import all_buckets
+from jaxengine.sched.buckets import all_buckets
 from jaxengine.simulate.clock import Clock, WallClock
 from jaxengine.simulate.recorder import Recorder, engine_request
 from jaxengine.simulate.table import Sample, Table, fit

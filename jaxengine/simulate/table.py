@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.runner.buckets import all_buckets, choose, row_buckets
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.buckets import all_buckets, choose, row_buckets
 from jaxengine.sched.config import GroupSpec, PlannerConfig
 from jaxengine.simulate.cost import StepCost, StepShape
 

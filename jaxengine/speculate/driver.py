@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from jaxengine.executor.base import Verifier
-from jaxengine.runner.buckets import row_buckets
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.buckets import row_buckets
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.plan import Int32, StepPlan, StepResult
 from jaxengine.sched.request import Request

@@ -15,8 +15,8 @@ from testdata import CONFIGS
 
 from jaxengine.pallas_kernels import aot
 from jaxengine.runner.aot_step import compile_steps
-from jaxengine.runner.buckets import all_buckets
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.buckets import all_buckets
 
 MODELS = ("Llama-3.1-8B", "Qwen3-8B")
 FEW = (Bucket(64, 64, True), Bucket(2048, 256, False))

@@ -13,7 +13,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from jaxengine.runner.buckets import all_buckets, row_buckets
+from jaxengine.sched.buckets import all_buckets, row_buckets
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request

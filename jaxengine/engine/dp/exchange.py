@@ -15,8 +15,8 @@ import zmq
 
 from jaxengine.engine.dp.coupling import Member, exchange_address
 from jaxengine.engine.dp.strangers import Strangers
-from jaxengine.executor.choice import ProgramKey
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.shapes import ProgramKey
 
 _LOOK_MS = 20  # between looks at what else may end the wait
 _MOST_BYTES = 16 * 2**20  # of a message; the names of all programs are the most of it

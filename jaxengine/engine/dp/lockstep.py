@@ -19,11 +19,11 @@ from jaxengine.engine.dp.exchange import (
 )
 from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.engine.packer import Prepared, step_sizes
-from jaxengine.executor.choice import OverlapCounts, Overlapped, ProgramKey, ShapeChooser
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import PeerFailed
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepPlan
+from jaxengine.sched.shapes import OverlapCounts, Overlapped, ProgramKey, ShapeChooser
 from jaxengine.wire import frames as wire
 
 Report = Callable[[wire.WaveNotice], None]

@@ -19,9 +19,9 @@ from jaxengine.engine.dp.exchange import (
     Plan,
     Wish,
 )
-from jaxengine.executor.choice import ProgramKey, ShapeChooser
-from jaxengine.runner.buckets import Overlap, all_buckets
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.buckets import Overlap, all_buckets
+from jaxengine.sched.shapes import ProgramKey, ShapeChooser
 
 BUCKETS = all_buckets(4, 64)  # decode 1, 2, 4; mixed 64
 ROWS = (1, 2, 4)

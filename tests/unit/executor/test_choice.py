@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jaxengine.executor.choice import OverlapCounts, VerifyChooser
-from jaxengine.runner.buckets import Overlap
 from jaxengine.runner.programs import Key, _own
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.buckets import Overlap
+from jaxengine.sched.shapes import OverlapCounts, VerifyChooser
 from jaxengine.sched.verify_batch import verify_bucket
 
 SHAPES = [(1, 3), (4, 3)]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxengine.runner.buckets import all_buckets, choose, row_buckets
 from jaxengine.runner.programs import Key
 from jaxengine.runner.warmup import warmup_keys
+from jaxengine.sched.buckets import all_buckets, choose, row_buckets
 
 SIZES = [(1, 1), (1, 17), (3, 63), (5, 40), (8, 64), (64, 1024), (6, 1000), (8, 8), (300, 317)]
 
