@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.controls import control
-from jaxengine.engine.dp.coupling import Interrupted
 from jaxengine.engine.grammars import Grammars
 from jaxengine.engine.outcome import NAN_ERROR, Collected, make_request, refusal
 from jaxengine.engine.packer import Packer, pack_step
@@ -42,6 +41,7 @@ from jaxengine.engine.profile import Profiler
 from jaxengine.engine.step_figures import StepFigures
 from jaxengine.engine.transfers import Transfers
 from jaxengine.executor.base import Batch, Executor, Verifier
+from jaxengine.executor.coupling import Interrupted
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import WorkerDied
 from jaxengine.sched.batch import Bucket

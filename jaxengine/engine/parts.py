@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.coupling import member_of
+from jaxengine.executor.coupling import member_of
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_build import WorkerBuilt, build_worker
 from jaxengine.metrics.work import WorkModel, work_model
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
 
 if TYPE_CHECKING:
-    from jaxengine.engine.build import Built
     from jaxengine.engine.dp.lockstep import Lockstep
     from jaxengine.engine.kv_events import KVEventPublisher
+    from jaxengine.executor.build import Built
 
 
 def open_built(config: EngineConfig) -> Built | WorkerBuilt:
@@ -24,7 +24,7 @@ def open_built(config: EngineConfig) -> Built | WorkerBuilt:
         return build_worker(config)
     platform.setup(config.parallel)
     # JAX must not be imported before platform.setup().
-    from jaxengine.engine.build import build
+    from jaxengine.executor.build import build
 
     return build(config)
 

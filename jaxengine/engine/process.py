@@ -22,7 +22,6 @@ import zmq
 from jaxengine import garbage
 from jaxengine.config import EngineConfig
 from jaxengine.engine.crash_note import note_crash
-from jaxengine.engine.fault.inject import for_rank
 from jaxengine.engine.fault.outbox import Outbox
 from jaxengine.engine.fault.sentinel import (
     CHECK,
@@ -32,7 +31,8 @@ from jaxengine.engine.fault.sentinel import (
     group_of,
     refuse_order,
 )
-from jaxengine.engine.fault.settings import fault_settings
+from jaxengine.executor.fault_settings import fault_settings
+from jaxengine.executor.inject import for_rank
 from jaxengine.executor.parent import tie_to_parent
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.coupling import member_of
+from jaxengine.executor.coupling import member_of
 
 log = logging.getLogger(__name__)
 

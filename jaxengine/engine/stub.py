@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.fault.inject import Injector, carry_out, parse_faults
+from jaxengine.executor.inject import Injector, carry_out, parse_faults
 from jaxengine.wire.messages import (
     EngineOutput,
     EngineReady,

@@ -18,10 +18,10 @@ import msgspec
 import zmq
 
 from jaxengine.config import EngineConfig, ParallelConfig
-from jaxengine.engine.dp.coupling import member_of
 from jaxengine.engine.dp.strangers import Strangers
 from jaxengine.executor.around import AroundRunner
 from jaxengine.executor.base import Batch
+from jaxengine.executor.coupling import member_of
 from jaxengine.executor.worker_messages import Array, Call, Sample, Stop, Submit, WireBatch
 from jaxengine.sched.plan import Int32, StepResult
 
@@ -180,7 +180,7 @@ def run_follower(config: EngineConfig) -> int:
     from jaxengine import platform
 
     platform.setup(config.parallel)
-    from jaxengine.engine.build import build
+    from jaxengine.executor.build import build
 
     built = build(config)
     runner: Any = built.executor.runner

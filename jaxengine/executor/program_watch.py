@@ -12,7 +12,7 @@ from jaxengine.sched.shapes import ProgramKey
 from jaxengine.sched.verify_batch import verify_bucket
 
 if TYPE_CHECKING:
-    from jaxengine.engine.build import Built
+    from jaxengine.executor.build import Built
 
 _POLL = 0.1, 2.0  # seconds between looks at what is compiled: while it changes, and at most
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.coupling import moved
-from jaxengine.engine.fault.inject import Fault, Injector, carry_out, parse_faults
-from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.executor.base import Batch
+from jaxengine.executor.coupling import moved
+from jaxengine.executor.fault_settings import fault_settings
+from jaxengine.executor.inject import Fault, Injector, carry_out, parse_faults
 from jaxengine.executor.worker_messages import (
     Answer,
     Array,

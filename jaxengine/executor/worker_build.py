@@ -1,4 +1,4 @@
-"""What `engine.build` gives, when the device lives in a worker process. No JAX in the parent."""
+"""What `executor.build` gives, when the device lives in a worker process. No JAX in the parent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.coupling import Member
+from jaxengine.executor.coupling import Member
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_messages import Description
 from jaxengine.models.spec import DecoderSpec
@@ -17,12 +17,12 @@ from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.slot_record import SlotShape
 
 if TYPE_CHECKING:
-    from jaxengine.engine.build import Built
+    from jaxengine.executor.build import Built
 
 
 @dataclass(frozen=True)
 class WorkerBuilt:
-    """As `engine.build.Built`."""
+    """As `executor.build.Built`."""
 
     executor: WorkerExecutor
     planner: PlannerConfig
@@ -36,7 +36,7 @@ class WorkerBuilt:
 
 
 def build_worker(config: EngineConfig) -> WorkerBuilt:
-    """Start a worker that loads the model. Raises as `engine.build.build` and WorkerExecutor do."""
+    """Start a worker that loads the model. Raises as `executor.build.build` and WorkerExecutor do."""
     executor = WorkerExecutor(config)
     found = executor.description
     return WorkerBuilt(

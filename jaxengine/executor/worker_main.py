@@ -19,8 +19,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxengine import garbage, platform
-from jaxengine.engine.dp.coupling import member_of
-from jaxengine.engine.fault.inject import carry_out
+from jaxengine.executor.coupling import member_of
+from jaxengine.executor.inject import carry_out
 from jaxengine.executor.parent import tie_to_parent
 from jaxengine.executor.program_watch import ProgramWatch
 from jaxengine.executor.worker_messages import (
@@ -45,7 +45,7 @@ from jaxengine.executor.worker_messages import (
 )
 
 if TYPE_CHECKING:
-    from jaxengine.engine.build import Built
+    from jaxengine.executor.build import Built
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def main(file_descriptor: int) -> None:
     platform.setup(start.config.parallel)
     try:
         # JAX must not be imported before platform.setup().
-        from jaxengine.engine.build import build
+        from jaxengine.executor.build import build
         from jaxengine.executor.worker_build import describe
 
         built = build(start.config)

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.fault.inject import Fault
 from jaxengine.executor.base import Batch
+from jaxengine.executor.inject import Fault
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.offload.jobs import Done, OffloadStep
 from jaxengine.offload.layout import KVLayout

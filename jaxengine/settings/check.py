@@ -252,11 +252,11 @@ def _check_json(config: EngineConfig) -> None:
 
         parse_speculative_config(config.scheduler.speculative_config)
     if fault.fault_tolerance_config is not None:
-        from jaxengine.engine.fault.settings import fault_settings
+        from jaxengine.executor.fault_settings import fault_settings
 
         fault_settings(fault)
     if fault.inject_faults is not None:
-        from jaxengine.engine.fault.inject import parse_faults
+        from jaxengine.executor.inject import parse_faults
 
         parse_faults(fault.inject_faults)
     if config.server.otlp_traces_endpoint is not None:
@@ -293,8 +293,8 @@ def _check_together(config: EngineConfig) -> None:
             "node_rank",
             f"node_rank {parallel.node_rank} is not one of the {parallel.nnodes} nodes of nnodes",
         )
-    from jaxengine.engine.dp.coupling import member_of
     from jaxengine.engine.dp.modes import local_ranks
+    from jaxengine.executor.coupling import member_of
 
     if member_of(config) is None:  # what an engine of a coupled group is told is no server's
         local_ranks(config.data_parallel)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from engine_runs import TIGHT_16, VOCAB, engine, request, run
 
-from jaxengine.engine import build
+from jaxengine.executor import build
 from jaxengine.models.families import spec_from_config
 from jaxengine.models.layout import StepLayout
 from jaxengine.pallas_kernels import device

@@ -22,7 +22,7 @@ from test_speculation import in_turns, spec_figures
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM, Placement
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.fault.inject import Fault
+from jaxengine.executor.inject import Fault
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import WorkerDied, WorkerError
 from jaxengine.wire.messages import EngineRequest

@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh
 from testdata import CONFIGS
 
 from jaxengine.config import EngineConfig, ParallelConfig
-from jaxengine.engine import build
 from jaxengine.engine.divide import cache_spec
 from jaxengine.engine.kv_room import RESERVE, kv_room, local_bytes, weight_bytes
+from jaxengine.executor import build
 from jaxengine.models.families import spec_from_config
 from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.spec import DecoderSpec

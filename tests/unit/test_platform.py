@@ -15,9 +15,9 @@ import pytest
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.coupling import member_config
 from jaxengine.engine.dp.modes import rank_config
 from jaxengine.engine.parts import open_built
+from jaxengine.executor.coupling import member_config
 from jaxengine.executor.nodes import run_follower
 from jaxengine.executor.worker_messages import Channel, Reply, Start, StartFailed
 from jaxengine.pallas_kernels import aot
@@ -136,7 +136,7 @@ def _tell_flags(config: EngineConfig) -> None:
 def test_an_engine_and_a_node_set_their_meshs_flags(
     env: pytest.MonkeyPatch, start: Callable[[EngineConfig], Any]
 ) -> None:
-    build: Any = types.ModuleType("jaxengine.engine.build")
+    build: Any = types.ModuleType("jaxengine.executor.build")
     build.build = _tell_flags
     env.setitem(sys.modules, build.__name__, build)
     with pytest.raises(ValueError) as found:
@@ -150,8 +150,8 @@ from jaxengine import platform
 platform.gpu_expected, platform.compute_capabilities = lambda: True, lambda: ["9.0"]
 def build(config):
     raise ValueError(f"{os.environ['CUDA_DEVICE_MAX_CONNECTIONS']} {os.environ['XLA_FLAGS']}")
-sys.modules["jaxengine.engine.build"] = types.ModuleType("jaxengine.engine.build")
-sys.modules["jaxengine.engine.build"].build = build
+sys.modules["jaxengine.executor.build"] = types.ModuleType("jaxengine.executor.build")
+sys.modules["jaxengine.executor.build"].build = build
 from jaxengine.executor.worker_main import main
 main(int(sys.argv[1]))
 """

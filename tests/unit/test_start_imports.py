@@ -14,7 +14,7 @@ from jaxengine.engine.dp.spawning import without_main
 @pytest.mark.parametrize(
     "module,unused",
     [
-        ("jaxengine.engine.build", ["jax.experimental.mosaic.gpu", "flax", "optax", "orbax"]),
+        ("jaxengine.executor.build", ["jax.experimental.mosaic.gpu", "flax", "optax", "orbax"]),
         ("jaxengine.engine.process", ["jax", "cyclopts", "fastapi"]),
         ("jaxengine.server.run", ["jax", "fastapi", "pydantic"]),
         ("jaxengine.cli.main", ["jax", "fastapi", "huggingface_hub"]),

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from jaxengine.engine.dp.coupling import Member, exchange_address
 from jaxengine.engine.dp.strangers import Strangers
+from jaxengine.executor.coupling import Member, exchange_address
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.shapes import ProgramKey
 

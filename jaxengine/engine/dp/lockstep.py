@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.dp import waves
-from jaxengine.engine.dp.coupling import Interrupted, Member
 from jaxengine.engine.dp.exchange import (
     Agreement,
     Choose,
@@ -17,8 +16,9 @@ from jaxengine.engine.dp.exchange import (
     Plan,
     Wish,
 )
-from jaxengine.engine.fault.settings import fault_settings
 from jaxengine.engine.packer import Prepared, step_sizes
+from jaxengine.executor.coupling import Interrupted, Member
+from jaxengine.executor.fault_settings import fault_settings
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import PeerFailed
 from jaxengine.sched.batch import Bucket

@@ -19,7 +19,6 @@ import msgspec
 
 from jaxengine.engine.admission import UNAVAILABLE
 from jaxengine.engine.fault.outbox import Outbox
-from jaxengine.engine.fault.settings import FaultSettings
 from jaxengine.engine.fault.state import (
     Event,
     Fault,
@@ -32,6 +31,7 @@ from jaxengine.engine.fault.state import (
     WorkerGone,
     advance,
 )
+from jaxengine.executor.fault_settings import FaultSettings
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (
     EngineOutput,

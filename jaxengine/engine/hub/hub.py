@@ -29,9 +29,9 @@ from jaxengine.engine.admission import (
 from jaxengine.engine.client import EngineDeadError
 from jaxengine.engine.dp.balancer import Placement
 from jaxengine.engine.dp.group import EngineGroup
-from jaxengine.engine.fault.settings import silence_limit
 from jaxengine.engine.fault.silence import TICK, Silence
 from jaxengine.engine.hub import messages as hub
+from jaxengine.executor.fault_settings import silence_limit
 from jaxengine.frontend.validation import RequestError
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.wire.messages import (

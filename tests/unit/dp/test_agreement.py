@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from jaxengine.engine.dp.coupling import Interrupted, Member, exchange_address, free_port
 from jaxengine.engine.dp.exchange import (
     Agreement,
     Combiner,
@@ -19,6 +18,7 @@ from jaxengine.engine.dp.exchange import (
     Plan,
     Wish,
 )
+from jaxengine.executor.coupling import Interrupted, Member, exchange_address, free_port
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import Overlap, all_buckets
 from jaxengine.sched.shapes import ProgramKey, ShapeChooser

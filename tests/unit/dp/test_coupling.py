@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.coupling import (
+from jaxengine.executor.coupling import (
     Member,
     check_coupled,
     exchange_address,
@@ -88,7 +88,7 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.
     """Where sockets go, here of this test alone."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     if len(str(tmp_path)) > 60:
-        monkeypatch.setattr("jaxengine.engine.dp.coupling._LONGEST_FOLDER", 500)
+        monkeypatch.setattr("jaxengine.executor.coupling._LONGEST_FOLDER", 500)
     return tmp_path / f"jaxengine-{os.geteuid()}"
 
 

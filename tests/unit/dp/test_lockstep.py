@@ -15,9 +15,9 @@ import pytest
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.dp import waves
-from jaxengine.engine.dp.coupling import Interrupted, free_port, member_config, member_of
 from jaxengine.engine.dp.lockstep import Lockstep, _sizes
 from jaxengine.engine.packer import pack_step
+from jaxengine.executor.coupling import Interrupted, free_port, member_config, member_of
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import Overlap, all_buckets

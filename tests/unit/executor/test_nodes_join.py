@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.coupling import free_port
 from jaxengine.executor import nodes
+from jaxengine.executor.coupling import free_port
 from jaxengine.executor.nodes import LeadingRunner, digest
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxengine.config import FaultConfig
-from jaxengine.engine.fault.settings import FaultSettings, fault_settings, silence_limit
 from jaxengine.engine.fault.silence import TICK, Silence
+from jaxengine.executor.fault_settings import FaultSettings, fault_settings, silence_limit
 
 
 class Other:

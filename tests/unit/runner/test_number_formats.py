@@ -9,7 +9,7 @@ import pytest
 from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.build import build
+from jaxengine.executor.build import build
 
 
 def built(model: str, **settings: Any) -> Any:

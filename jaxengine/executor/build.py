@@ -17,8 +17,8 @@ from jaxengine import platform
 from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.engine.cache_counts import CacheCounts
 from jaxengine.engine.divide import cache_spec, divide, expert_tables, place_experts
-from jaxengine.engine.dp.coupling import member_of
 from jaxengine.engine.kv_room import CPU_KV_BYTES, kv_room, weight_bytes
+from jaxengine.executor.coupling import member_of
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.shards import equal_pools
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
