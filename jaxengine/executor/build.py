@@ -15,9 +15,6 @@ import numpy as np
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig, ParallelConfig
-from jaxengine.engine.cache_counts import CacheCounts
-from jaxengine.engine.divide import cache_spec, divide, expert_tables, place_experts
-from jaxengine.engine.kv_room import CPU_KV_BYTES, kv_room, weight_bytes
 from jaxengine.executor.coupling import member_of
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.shards import equal_pools
@@ -30,8 +27,11 @@ from jaxengine.offload.layout import KVLayout
 from jaxengine.parallel import expert_load
 from jaxengine.parallel.mesh import Devices, make_stages
 from jaxengine.progress import progress_bar
-from jaxengine.runner.choice import choose_attention
+from jaxengine.runner.attention import choose_attention
+from jaxengine.runner.cache_counts import CacheCounts
+from jaxengine.runner.divide import cache_spec, divide, expert_tables, place_experts
 from jaxengine.runner.forward import StepConfig
+from jaxengine.runner.kv_room import CPU_KV_BYTES, kv_room, weight_bytes
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Programs, Specs
 from jaxengine.runner.state import DeviceState, state_shapes

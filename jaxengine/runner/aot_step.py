@@ -52,15 +52,15 @@ def compile_step(case: Case) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from jaxengine.config import ParallelConfig
-    from jaxengine.engine.divide import cache_spec, divide
-    from jaxengine.engine.kv_room import local_bytes, weight_bytes
     from jaxengine.models.families import spec_from_config
     from jaxengine.models.params import param_shapes, param_specs
     from jaxengine.pallas_kernels import device
     from jaxengine.parallel.hlo import overlap_report
     from jaxengine.parallel.mesh import make_devices
-    from jaxengine.runner.choice import choose_attention
+    from jaxengine.runner.attention import choose_attention
+    from jaxengine.runner.divide import cache_spec, divide
     from jaxengine.runner.forward import StepConfig, forward
+    from jaxengine.runner.kv_room import local_bytes, weight_bytes
     from jaxengine.runner.state import state_shapes
     from jaxengine.sched.batch import BatchShape, Bucket, layout_of
     from jaxengine.sched.buckets import row_buckets
@@ -132,7 +132,7 @@ def _local_sizes(tree: Any) -> set[str]:
     """The arrays' shapes on one device, as HLO writes them."""
     import jax
 
-    from jaxengine.engine.kv_room import local_shape
+    from jaxengine.runner.kv_room import local_shape
 
     return {"[" + ",".join(map(str, local_shape(a))) + "]" for a in jax.tree.leaves(tree)}
 

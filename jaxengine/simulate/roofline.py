@@ -28,7 +28,7 @@ from jaxengine.parallel.cost import (
 from jaxengine.simulate.cost import StepCost, StepShape
 from jaxengine.simulate.gpus import Gpu
 
-RESERVE = 2 * 2**30  # bytes for activations and programs, as `engine.kv_room` keeps free
+RESERVE = 2 * 2**30  # bytes for activations and programs, as `runner.kv_room` keeps free
 SAMPLING = 30e-6  # seconds of a sampler beside the head's product
 
 

@@ -18,7 +18,7 @@ from jaxengine.models.decoder import KV
 from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import param_shapes
 from jaxengine.models.spec import DecoderSpec, Params, for_context
-from jaxengine.runner.choice import choose_attention
+from jaxengine.runner.attention import choose_attention
 from jaxengine.runner.forward import StepConfig
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
 from jaxengine.speculate.drafter import Drafter

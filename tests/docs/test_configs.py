@@ -16,10 +16,10 @@ from testdata import CONFIGS, GOLDENS
 
 from jaxengine.cli import main as cli
 from jaxengine.config import PARTS, EngineConfig
-from jaxengine.engine.divide import divide
 from jaxengine.models.families import spec_from_config
 from jaxengine.models.layout import StepLayout
 from jaxengine.offload.config import parse_offload
+from jaxengine.runner.divide import divide
 from jaxengine.speculate.config import parse_speculative_config
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -11,7 +11,7 @@ from jaxengine.executor import build
 from jaxengine.models.families import spec_from_config
 from jaxengine.models.layout import StepLayout
 from jaxengine.pallas_kernels import device
-from jaxengine.runner.choice import choose_attention
+from jaxengine.runner.attention import choose_attention
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

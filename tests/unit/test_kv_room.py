@@ -11,13 +11,13 @@ from jax.sharding import AbstractMesh
 from testdata import CONFIGS
 
 from jaxengine.config import EngineConfig, ParallelConfig
-from jaxengine.engine.divide import cache_spec
-from jaxengine.engine.kv_room import RESERVE, kv_room, local_bytes, weight_bytes
 from jaxengine.executor import build
 from jaxengine.models.families import spec_from_config
 from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.parallel.mesh import DATA, TENSOR, Devices
+from jaxengine.runner.divide import cache_spec
+from jaxengine.runner.kv_room import RESERVE, kv_room, local_bytes, weight_bytes
 from jaxengine.runner.state import state_shapes
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.slot_record import SlotShape

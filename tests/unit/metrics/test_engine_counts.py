@@ -15,7 +15,7 @@ from jaxengine.sched.batch import Bucket
 
 COMPILE = """
 import jax, jax.numpy as jnp
-from jaxengine.engine.cache_counts import CacheCounts
+from jaxengine.runner.cache_counts import CacheCounts
 jax.config.update("jax_compilation_cache_dir", {folder!r})
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

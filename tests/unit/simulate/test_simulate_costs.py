@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from testdata import CONFIGS
 
-from jaxengine.engine import kv_room
 from jaxengine.models.families import spec_from_config
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.pallas_kernels import aot
+from jaxengine.runner import kv_room
 from jaxengine.sched.batch import Bucket
 from jaxengine.simulate import roofline
 from jaxengine.simulate.cost import StepShape

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from jaxengine.config import ParallelConfig
-from jaxengine.engine.divide import place_experts
 from jaxengine.layers.quantize import quantized_shapes
 from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.parallel.mesh import Devices
+from jaxengine.runner.divide import place_experts
 
 CPU_KV_BYTES = 384 * 2**20  # of the pool when nothing was said, on CPU
 RESERVE = 2 * 2**30  # activations, programs, slot records
