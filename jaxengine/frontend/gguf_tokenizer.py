@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.generation import token_ids
 from jaxengine.weights.values import switch
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxengine.weights.errors import ModelLoadError
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.weights.resolve import read_json, read_text
 
 ChatTemplate = str | dict[str, str] | None  # a dict holds named templates ("default", "tool_use")

@@ -23,7 +23,7 @@ from jaxengine.frontend.gguf_tokenizer import (
     switch_of,
 )
 from jaxengine.frontend.stored_templates import ChatTemplate, folder_template, gguf_template
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.generation import GENERATION_CONFIG, token_ids
 from jaxengine.weights.gguf import gguf_metadata
 from jaxengine.weights.resolve import (

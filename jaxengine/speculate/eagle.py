@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array
 
 from jaxengine.models.decoder import KV
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.state import Counted, SlotState
@@ -16,7 +17,6 @@ from jaxengine.speculate import draft_store
 from jaxengine.speculate.draft_head import ARCHITECTURE, DraftParams, attach, draft_greedy
 from jaxengine.speculate.draft_store import Draft
 from jaxengine.speculate.drafter import Drafter, draft_inputs, features_of
-from jaxengine.weights.errors import ModelLoadError
 from jaxengine.weights.resolve import read_json
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.models.families import family_of, weight_names
 from jaxengine.models.params import Leaf, layer_leaves
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.speculate.mtp import mtp_leaves
-from jaxengine.weights.errors import ModelLoadError
 from jaxengine.weights.load import DTYPES
 from jaxengine.weights.naming import expected_shapes, find
 from jaxengine.weights.resolve import ModelFiles

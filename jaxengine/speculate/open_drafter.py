@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from jaxengine.config import EngineConfig
 from jaxengine.models.cache import cache_bytes_per_token, cache_shapes
 from jaxengine.models.decoder import KV
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import param_shapes
 from jaxengine.models.spec import DecoderSpec, Params, for_context
@@ -22,7 +23,6 @@ from jaxengine.runner.attention import choose_attention
 from jaxengine.runner.forward import StepConfig
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
 from jaxengine.speculate.drafter import Drafter
-from jaxengine.weights.errors import ModelLoadError
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.load import load_params, load_spec
 from jaxengine.weights.resolve import ModelFiles, resolve_model

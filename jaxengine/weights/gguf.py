@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.values import integer
 
 _SCALARS = {

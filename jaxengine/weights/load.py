@@ -15,13 +15,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.models.families import family_of, spec_from_config, spec_from_gguf, weight_names
 from jaxengine.models.families import gguf as gguf_names
 from jaxengine.models.params import Leaf, arrange, layer_leaves, leaf_shape, top_leaves
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.progress import progress_bar
 from jaxengine.weights import gguf
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.head import settle_head, with_embeddings
 from jaxengine.weights.naming import expected_shapes, find
 from jaxengine.weights.resolve import ModelFiles

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.models.families.common import Family, Names
 from jaxengine.models.params import Leaf
 from jaxengine.models.spec import DecoderSpec
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.mxfp4 import BLOCK, dequantise
 from jaxengine.weights.sources import Source
 

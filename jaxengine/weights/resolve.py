@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxengine import progress
-from jaxengine.weights.errors import ModelLoadError
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.weights.generation import GENERATION_CONFIG, usable_defaults
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.resolve import read_json
 
 _DTYPES: dict[str, Any] = {

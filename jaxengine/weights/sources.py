@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.models.families import gguf as gguf_names
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.weights import gguf, safetensors
-from jaxengine.weights.errors import ModelLoadError
 from jaxengine.weights.resolve import ModelFiles
 
 

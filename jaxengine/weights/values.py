@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxengine.weights.errors import UnsupportedModelError
+from jaxengine.models.errors import UnsupportedModelError
 
 
 def integer(value: object) -> int | None:

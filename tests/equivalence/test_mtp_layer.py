@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.layers.attention import AttentionPlan
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.runner.forward import StepConfig
 from jaxengine.sched.batch import BatchShape
 from jaxengine.speculate.mtp import extra_layer, mtp_shapes, one_layer, run_layer
 from jaxengine.speculate.mtp_load import read_mtp
-from jaxengine.weights.errors import ModelLoadError
 from jaxengine.weights.load import load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
 

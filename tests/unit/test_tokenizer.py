@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxengine.frontend.chat_template import render_messages
 from jaxengine.frontend.tokenizer import Tokenizer, load_tokenizer
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.resolve import ModelFiles
 
 BOS, EOS, TURN = 256, 257, 258

@@ -13,7 +13,7 @@ from test_tokenizer import BOS, EOS, TURN, write
 
 from jaxengine.frontend.gguf_tokenizer import build_tokenizer, eos_token_ids
 from jaxengine.frontend.tokenizer import Tokenizer, load_tokenizer
-from jaxengine.weights.errors import ModelLoadError
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.weights.generation import warn_once
 from jaxengine.weights.resolve import resolve_model
 

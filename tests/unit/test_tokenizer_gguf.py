@@ -13,7 +13,7 @@ from testdata import GOLDENS, find
 from jaxengine.frontend.chat_template import render_messages
 from jaxengine.frontend.gguf_tokenizer import build_tokenizer
 from jaxengine.frontend.tokenizer import Tokenizer, load_tokenizer
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.gguf import gguf_metadata
 from jaxengine.weights.resolve import ModelFiles, resolve_model
 

@@ -13,7 +13,7 @@ from test_tokenizer import BOS, EOS, TEMPLATE, files, write
 from jaxengine.frontend.chat_template import render_messages
 from jaxengine.frontend.stored_templates import gguf_template
 from jaxengine.frontend.tokenizer import load_tokenizer
-from jaxengine.weights.errors import ModelLoadError
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.weights.resolve import resolve_model
 
 MARK = "\ufeff"

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from testdata import GOLDENS
 
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.models.families.gguf import llama3_parameters
 from jaxengine.weights import safetensors
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.gguf import gguf_metadata, read_gguf, read_rows
 from jaxengine.weights.load import checkpoint_dtype, load_params, load_spec
 from jaxengine.weights.resolve import ModelFiles, resolve_model

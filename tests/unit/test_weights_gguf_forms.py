@@ -13,9 +13,9 @@ import pytest
 from test_weights_gguf import load, twin_tensors
 from testdata import GOLDENS
 
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.models.families import spec_from_gguf
 from jaxengine.models.spec import DecoderSpec, RopeSpec
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.gguf import gguf_metadata
 from jaxengine.weights.load import load_spec
 from jaxengine.weights.resolve import resolve_model

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.weights import resolve
-from jaxengine.weights.errors import ModelLoadError
 from jaxengine.weights.resolve import resolve_model
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

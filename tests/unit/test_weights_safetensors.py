@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from testdata import GOLDENS
 
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.load import checkpoint_dtype, leaf_shape, load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
 

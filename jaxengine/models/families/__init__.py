@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.models.errors import UnsupportedModelError
 from jaxengine.models.families import (
     deepseek,
     gemma,
@@ -26,7 +27,6 @@ from jaxengine.models.families import (
 from jaxengine.models.families.common import Family, Names
 from jaxengine.models.params import layer_leaves, top_leaves
 from jaxengine.models.spec import DecoderSpec
-from jaxengine.weights.errors import UnsupportedModelError
 
 __all__ = ["FAMILIES", "UnsupportedModelError", "spec_from_config", "spec_from_gguf"]
 __all__ += ["family_of", "weight_names"]

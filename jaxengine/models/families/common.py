@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxengine.models.errors import UnsupportedModelError
 from jaxengine.models.spec import DecoderSpec, RopeSpec
-from jaxengine.weights.errors import UnsupportedModelError
 from jaxengine.weights.values import integer, one_for_all, switch
 
 Config = dict[str, Any]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from jaxengine.models.errors import UnsupportedModelError
 from jaxengine.models.families.common import (
     MOE_NAMES,
     TOP_NAMES,
@@ -21,7 +22,6 @@ from jaxengine.models.families.common import (
     rope_spec,
 )
 from jaxengine.models.spec import DecoderSpec, MlaSpec, MoeSpec, RopeSpec
-from jaxengine.weights.errors import UnsupportedModelError
 from jaxengine.weights.values import switch
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from jaxengine.models.errors import UnsupportedModelError
 from jaxengine.models.families.common import (
     LAYER_NAMES,
     TOP_NAMES,
@@ -21,7 +22,6 @@ from jaxengine.models.families.common import (
     windows_where,
 )
 from jaxengine.models.spec import DecoderSpec, RopeSpec
-from jaxengine.weights.errors import UnsupportedModelError
 
 # Fields that published files leave to the configuration class.
 _DEFAULTS: Config = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.models.families.common import Config, Names
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.values import integer, one_for_all, switch
 
 # general.architecture -> Hugging Face architecture

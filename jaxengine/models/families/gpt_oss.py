@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxengine.models.errors import UnsupportedModelError
 from jaxengine.models.families.common import (
     MOE_NAMES,
     TOP_NAMES,
@@ -15,7 +16,6 @@ from jaxengine.models.families.common import (
     windows_where,
 )
 from jaxengine.models.spec import DecoderSpec, MoeSpec
-from jaxengine.weights.errors import UnsupportedModelError
 
 _ALPHA = 1.702
 

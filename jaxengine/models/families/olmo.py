@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxengine.models.errors import UnsupportedModelError
 from jaxengine.models.families.common import (
     LAYER_NAMES,
     MOE_NAMES,
@@ -13,7 +14,6 @@ from jaxengine.models.families.common import (
     need_int,
 )
 from jaxengine.models.spec import DecoderSpec, MoeSpec
-from jaxengine.weights.errors import UnsupportedModelError
 
 
 def olmo2(config: Config) -> DecoderSpec:

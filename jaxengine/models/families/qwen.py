@@ -3,6 +3,7 @@ their mixtures of experts."""
 
 from __future__ import annotations
 
+from jaxengine.models.errors import UnsupportedModelError
 from jaxengine.models.families.common import (
     LAYER_NAMES,
     MOE_NAMES,
@@ -17,7 +18,6 @@ from jaxengine.models.families.common import (
     windows_where,
 )
 from jaxengine.models.spec import DecoderSpec, MoeSpec
-from jaxengine.weights.errors import UnsupportedModelError
 from jaxengine.weights.values import integer
 
 

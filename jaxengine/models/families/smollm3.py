@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxengine.models.errors import UnsupportedModelError
 from jaxengine.models.families.common import (
     LAYER_NAMES,
     TOP_NAMES,
@@ -14,7 +15,6 @@ from jaxengine.models.families.common import (
     windows_where,
 )
 from jaxengine.models.spec import DecoderSpec
-from jaxengine.weights.errors import UnsupportedModelError
 from jaxengine.weights.values import switch
 
 

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from testdata import GOLDENS
 
+from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.models.params import param_shapes
-from jaxengine.weights.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.load import load_params, load_spec
 from jaxengine.weights.mxfp4 import dequantise
 from jaxengine.weights.resolve import resolve_model

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from testdata import GOLDENS
 
-from jaxengine.weights.errors import ModelLoadError
+from jaxengine.models.errors import ModelLoadError
 from jaxengine.weights.load import load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
 
