@@ -20,11 +20,11 @@ from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.shards import equal_pools
 from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.cache import cache_bytes_per_token, device_bytes_per_token
-from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.params import param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec, Params, for_context
 from jaxengine.offload.layout import KVLayout
 from jaxengine.parallel import expert_load
+from jaxengine.parallel.layout import Stage, StepLayout
 from jaxengine.parallel.mesh import Devices, make_stages
 from jaxengine.progress import progress_bar
 from jaxengine.runner.attention import choose_attention

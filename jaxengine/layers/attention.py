@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxengine.models.layout import StepLayout
 from jaxengine.pallas_kernels import device
 from jaxengine.pallas_kernels.kv_write import kv_write
 from jaxengine.pallas_kernels.kv_write.api import write_kv
 from jaxengine.pallas_kernels.paged_attention import api, decode_attention, prefill_attention
+from jaxengine.parallel.layout import StepLayout
 
 LayerCache = tuple[Array, ...]  # token_major: keys, values [N, P, G*C]; head_major: [N, 2, G, P, C]
 

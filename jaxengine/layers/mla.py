@@ -11,11 +11,11 @@ from jaxengine.layers.attention import AttentionPlan, LayerCache, live_lengths
 from jaxengine.layers.linear import linear
 from jaxengine.layers.norm import rms_norm
 from jaxengine.layers.rope import apply_rope
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.pallas_kernels import device
 from jaxengine.pallas_kernels.kv_write import kv_write
 from jaxengine.pallas_kernels.mla_attention import api
+from jaxengine.parallel.layout import StepLayout
 
 
 def latent_work(plan: AttentionPlan, layout: StepLayout, spec: DecoderSpec) -> AttentionPlan:

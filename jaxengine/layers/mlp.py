@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxengine.layers.linear import linear
 from jaxengine.layers.parallel import row_parallel
-from jaxengine.models.layout import StepLayout
+from jaxengine.parallel.layout import StepLayout
 
 
 def gated(gate_up: Float[Array, "T F2"], activation: str) -> Float[Array, "T F"]:

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxengine.layers.linear import linear
 from jaxengine.layers.mlp import gated
 from jaxengine.layers.parallel import first_only, reduce
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec, MoeSpec
 from jaxengine.pallas_kernels.moe import moe_mlp, route
 from jaxengine.parallel.exchange import ExpertShards
@@ -21,6 +20,7 @@ from jaxengine.parallel.experts import (
     expert_parallel_mlp,
     replicated_expert_mlp,
 )
+from jaxengine.parallel.layout import StepLayout
 
 
 def moe(

@@ -18,10 +18,10 @@ from jaxengine.layers.moe import (
     shared_experts,
 )
 from jaxengine.layers.parallel import reduce
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.parallel import exchange
 from jaxengine.parallel.experts import ExpertOptions, compute, to_slots, wire_dtype
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.parallel.overlap import ExpertLayer
 
 Norm = Callable[[Array], Array]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxengine.layers.linear import linear
-from jaxengine.models.layout import StepLayout
+from jaxengine.parallel.layout import StepLayout
 
 
 def reduce(x: Float[Array, "T D"], layout: StepLayout) -> Float[Array, "T D"]:

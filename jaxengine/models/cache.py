@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.spec import DecoderSpec
+from jaxengine.parallel.layout import Stage, StepLayout
 
 
 def cache_shapes(

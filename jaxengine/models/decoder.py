@@ -19,10 +19,10 @@ from jaxengine.layers.moe_steps import Half, expert_layer
 from jaxengine.layers.norm import rms_norm
 from jaxengine.layers.parallel import gather_columns, lookup, row_parallel
 from jaxengine.layers.rope import apply_rope, rope_tables
-from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.params import param_shapes as param_shapes
 from jaxengine.models.spec import DecoderSpec, Params, RopeSpec, local_spec
 from jaxengine.parallel import expert_load
+from jaxengine.parallel.layout import Stage, StepLayout
 from jaxengine.parallel.overlap import DenseLayer, ExpertLayer, interleave
 
 KV = tuple[LayerCache, ...]  # by layer

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.parallel.layout import StepLayout
 
 if TYPE_CHECKING:  # the loader needs no JAX
     import jax

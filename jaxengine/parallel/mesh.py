@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxengine.models.layout import StepLayout
+from jaxengine.parallel.layout import StepLayout
 
 DATA, TENSOR = "data", "tensor"
 

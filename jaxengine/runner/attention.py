@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.pallas_kernels import device
 from jaxengine.pallas_kernels.mla_attention import api as mla
 from jaxengine.pallas_kernels.paged_attention import api
+from jaxengine.parallel.layout import StepLayout
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 
 from jaxengine.config import ParallelConfig
 from jaxengine.models.cache import cache_head_axis
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec, local_spec
 from jaxengine.parallel import eplb, expert_load
 from jaxengine.parallel.eplb import Placement
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.parallel.mesh import DATA, TENSOR
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxengine.layers.attention import AttentionPlan
 from jaxengine.models.decoder import KV, WHOLE, decode
-from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.parallel.layout import Stage, StepLayout
 from jaxengine.sched.batch import HEADER, BatchShape, Bucket, Layout, layout_of
 
 

@@ -9,9 +9,9 @@ import jax
 
 from jaxengine.config import ParallelConfig
 from jaxengine.layers.quantize import quantized_shapes
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.divide import place_experts
 

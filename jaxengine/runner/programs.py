@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxengine.models.decoder import KV
-from jaxengine.models.layout import Stage
 from jaxengine.models.spec import Params
+from jaxengine.parallel.layout import Stage
 from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.cache_lock import compiling
 from jaxengine.runner.forward import ForwardOutput, StepConfig, forward

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxengine.models.cache import cache_shapes
 from jaxengine.models.decoder import KV
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.slot_record import SlotShape
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxengine.bench.offload import measure_device
 from jaxengine.engine.core import EngineCore
-from jaxengine.models.layout import StepLayout
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.sched.buckets import all_buckets
 from jaxengine.simulate.clock import Clock, WallClock
 from jaxengine.simulate.recorder import Recorder, engine_request

@@ -14,7 +14,6 @@ from functools import cached_property
 import numpy as np
 
 from jaxengine.models.cache import cache_bytes_per_token, device_bytes_per_token
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import count_params
 from jaxengine.models.spec import DecoderSpec, local_spec
 from jaxengine.parallel.cost import (
@@ -25,6 +24,7 @@ from jaxengine.parallel.cost import (
     expert_seconds,
     product_seconds,
 )
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.simulate.cost import StepCost, StepShape
 from jaxengine.simulate.gpus import Gpu
 

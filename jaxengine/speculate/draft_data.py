@@ -19,8 +19,8 @@ from tqdm import tqdm
 from jaxengine.layers.attention import AttentionPlan
 from jaxengine.models.cache import cache_shapes
 from jaxengine.models.decoder import decode, head
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.batch import QUERY_BLOCK
 from jaxengine.speculate.draft_prompts import Prompt

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from jaxengine.layers.linear import linear
 from jaxengine.layers.norm import rms_norm
 from jaxengine.layers.parallel import lookup
-from jaxengine.models.layout import StepLayout
+from jaxengine.parallel.layout import StepLayout
 
 DraftParams = dict[str, Any]
 ARCHITECTURE = "recurrent-head"

@@ -20,8 +20,8 @@ from jaxengine.layers.mlp import mlp
 from jaxengine.layers.norm import rms_norm
 from jaxengine.layers.parallel import lookup
 from jaxengine.models.decoder import KV, LayerKind, all_rope_tables, attention, with_work
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.runner.forward import StepConfig
 from jaxengine.sampling.blocks import argmax, block_max, pad_vocab
 from jaxengine.speculate.drafter import Drafter

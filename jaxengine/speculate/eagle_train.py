@@ -22,8 +22,8 @@ from jaxengine.layers.linear import linear
 from jaxengine.layers.parallel import lookup
 from jaxengine.layers.rope import apply_rope, rope_tables
 from jaxengine.models.decoder import head
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.spec import DecoderSpec, Params, RopeSpec
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.speculate.draft_data import Corpus
 from jaxengine.speculate.draft_train import (
     STEP_DECAY,

@@ -20,9 +20,9 @@ from jaxengine.layers.attention import AttentionPlan
 from jaxengine.layers.linear import linear
 from jaxengine.layers.norm import rms_norm
 from jaxengine.models.decoder import KV, decode, embed
-from jaxengine.models.layout import Stage
 from jaxengine.models.params import Leaf, layer_leaves
 from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.parallel.layout import Stage
 from jaxengine.runner.forward import StepConfig
 from jaxengine.speculate.drafter import Drafter
 from jaxengine.speculate.layer_chain import Layer, chain_drafter

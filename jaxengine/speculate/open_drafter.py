@@ -16,9 +16,9 @@ from jaxengine.config import EngineConfig
 from jaxengine.models.cache import cache_bytes_per_token, cache_shapes
 from jaxengine.models.decoder import KV
 from jaxengine.models.errors import ModelLoadError
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import param_shapes
 from jaxengine.models.spec import DecoderSpec, Params, for_context
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.runner.attention import choose_attention
 from jaxengine.runner.forward import StepConfig
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config

@@ -17,8 +17,8 @@ from testdata import CONFIGS, GOLDENS
 from jaxengine.cli import main as cli
 from jaxengine.config import PARTS, EngineConfig
 from jaxengine.models.families import spec_from_config
-from jaxengine.models.layout import StepLayout
 from jaxengine.offload.config import parse_offload
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.runner.divide import divide
 from jaxengine.speculate.config import parse_speculative_config
 

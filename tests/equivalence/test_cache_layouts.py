@@ -9,8 +9,8 @@ from engine_runs import TIGHT_16, VOCAB, engine, request, run
 
 from jaxengine.executor import build
 from jaxengine.models.families import spec_from_config
-from jaxengine.models.layout import StepLayout
 from jaxengine.pallas_kernels import device
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.runner.attention import choose_attention
 
 LLAMA = {

@@ -33,7 +33,7 @@ from test_speculation import assert_equal, in_turns, spec_figures
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.models.layout import StepLayout
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.speculate import eagle_train
 from jaxengine.speculate.eagle_files import EagleHead, read_eagle, write_eagle
 from jaxengine.speculate.open_drafter import Target, find_drafter

@@ -13,8 +13,8 @@ from testdata import CONFIGS
 from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.executor import build
 from jaxengine.models.families import spec_from_config
-from jaxengine.models.layout import Stage, StepLayout
 from jaxengine.models.spec import DecoderSpec
+from jaxengine.parallel.layout import Stage, StepLayout
 from jaxengine.parallel.mesh import DATA, TENSOR, Devices
 from jaxengine.runner.divide import cache_spec
 from jaxengine.runner.kv_room import RESERVE, kv_room, local_bytes, weight_bytes

@@ -13,9 +13,9 @@ from jaxengine.layers.moe import moe
 from jaxengine.layers.norm import rms_norm
 from jaxengine.layers.quantize import quantized_shapes
 from jaxengine.layers.rope import apply_rope, inverse_frequencies, rope_tables
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import layer_leaves, param_shapes
 from jaxengine.models.spec import DecoderSpec, MlaSpec, MoeSpec, RopeSpec
+from jaxengine.parallel.layout import StepLayout
 
 T, D, E = 11, 16, 8
 KINDS = {

@@ -14,9 +14,9 @@ from testdata import GOLDENS
 
 from jaxengine.models.cache import cache_bytes_per_token, cache_head_axis, cache_shapes
 from jaxengine.models.families import spec_from_config
-from jaxengine.models.layout import StepLayout
 from jaxengine.models.params import arrange, layer_leaves, param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec, local_spec
+from jaxengine.parallel.layout import StepLayout
 
 NAMES = ["llama", "olmo2", "gpt-oss", "qwen3-moe", "deepseek-v2", "deepseek-v3"]
 

@@ -13,7 +13,7 @@ import tokenizers
 from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
-from jaxengine.models.layout import StepLayout
+from jaxengine.parallel.layout import StepLayout
 from jaxengine.speculate import draft_store
 from jaxengine.speculate.draft_head import DraftConfig, init_params
 from jaxengine.speculate.draft_store import Draft
