@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.layers.linear import linear
-from jaxengine.layers.quantize import quantize
+from jaxengine.models.layers.linear import linear
+from jaxengine.models.layers.quantize import quantize
 from jaxengine.pallas_kernels import device
 from jaxengine.pallas_kernels.block_copy import gather_blocks, scatter_blocks
 from jaxengine.pallas_kernels.kv_write.api import write_kv

@@ -18,8 +18,8 @@ from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.executor.coupling import member_of
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.shards import equal_pools
-from jaxengine.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.cache import cache_bytes_per_token, device_bytes_per_token
+from jaxengine.models.layers.quantize import quantize_params, quantized_shapes
 from jaxengine.models.params import param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec, Params, for_context
 from jaxengine.offload.layout import KVLayout

@@ -9,16 +9,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxengine.layers.attention import AttentionPlan, LayerCache, kernel_work, write_and_attend
-from jaxengine.layers.halves import cut_of, join, split, split_plan
-from jaxengine.layers.linear import linear
-from jaxengine.layers.mla import latent_attention, latent_work
-from jaxengine.layers.mlp import mlp
-from jaxengine.layers.moe import choose, moe
-from jaxengine.layers.moe_steps import Half, expert_layer
-from jaxengine.layers.norm import rms_norm
-from jaxengine.layers.parallel import gather_columns, lookup, row_parallel
-from jaxengine.layers.rope import apply_rope, rope_tables
+from jaxengine.models.layers.attention import (
+    AttentionPlan,
+    LayerCache,
+    kernel_work,
+    write_and_attend,
+)
+from jaxengine.models.layers.halves import cut_of, join, split, split_plan
+from jaxengine.models.layers.linear import linear
+from jaxengine.models.layers.mla import latent_attention, latent_work
+from jaxengine.models.layers.mlp import mlp
+from jaxengine.models.layers.moe import choose, moe
+from jaxengine.models.layers.moe_steps import Half, expert_layer
+from jaxengine.models.layers.norm import rms_norm
+from jaxengine.models.layers.parallel import gather_columns, lookup, row_parallel
+from jaxengine.models.layers.rope import apply_rope, rope_tables
 from jaxengine.models.params import param_shapes as param_shapes
 from jaxengine.models.spec import DecoderSpec, Params, RopeSpec, local_spec
 from jaxengine.parallel import expert_load

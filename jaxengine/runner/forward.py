@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxengine.layers.attention import AttentionPlan
 from jaxengine.models.decoder import KV, WHOLE, decode
+from jaxengine.models.layers.attention import AttentionPlan
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.parallel.layout import Stage, StepLayout
 from jaxengine.sched.batch import HEADER, BatchShape, Bucket, Layout, layout_of

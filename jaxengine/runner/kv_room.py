@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxengine.config import ParallelConfig
-from jaxengine.layers.quantize import quantized_shapes
+from jaxengine.models.layers.quantize import quantized_shapes
 from jaxengine.models.params import param_shapes, param_specs
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.parallel.layout import StepLayout

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
-from jaxengine.layers.attention import AttentionPlan
 from jaxengine.models.cache import cache_shapes
 from jaxengine.models.decoder import decode, head
+from jaxengine.models.layers.attention import AttentionPlan
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.parallel.layout import StepLayout
 from jaxengine.sampling_params import SamplingParams

@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
-from jaxengine.layers.linear import linear
-from jaxengine.layers.norm import rms_norm
-from jaxengine.layers.parallel import lookup
+from jaxengine.models.layers.linear import linear
+from jaxengine.models.layers.norm import rms_norm
+from jaxengine.models.layers.parallel import lookup
 from jaxengine.parallel.layout import StepLayout
 
 DraftParams = dict[str, Any]

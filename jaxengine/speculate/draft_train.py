@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from jaxengine.layers.linear import linear
+from jaxengine.models.layers.linear import linear
 from jaxengine.speculate.draft_data import Corpus
 from jaxengine.speculate.draft_head import DraftConfig, DraftParams, draft_greedy, draft_step
 

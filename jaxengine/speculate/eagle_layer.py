@@ -14,12 +14,12 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxengine.layers.attention import AttentionPlan
-from jaxengine.layers.linear import linear
-from jaxengine.layers.mlp import mlp
-from jaxengine.layers.norm import rms_norm
-from jaxengine.layers.parallel import lookup
 from jaxengine.models.decoder import KV, LayerKind, all_rope_tables, attention, with_work
+from jaxengine.models.layers.attention import AttentionPlan
+from jaxengine.models.layers.linear import linear
+from jaxengine.models.layers.mlp import mlp
+from jaxengine.models.layers.norm import rms_norm
+from jaxengine.models.layers.parallel import lookup
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.parallel.layout import StepLayout
 from jaxengine.runner.forward import StepConfig

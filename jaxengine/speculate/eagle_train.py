@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
-from jaxengine.layers.linear import linear
-from jaxengine.layers.parallel import lookup
-from jaxengine.layers.rope import apply_rope, rope_tables
 from jaxengine.models.decoder import head
+from jaxengine.models.layers.linear import linear
+from jaxengine.models.layers.parallel import lookup
+from jaxengine.models.layers.rope import apply_rope, rope_tables
 from jaxengine.models.spec import DecoderSpec, Params, RopeSpec
 from jaxengine.parallel.layout import StepLayout
 from jaxengine.speculate.draft_data import Corpus

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxengine.layers.attention import AttentionPlan
 from jaxengine.models.decoder import KV
+from jaxengine.models.layers.attention import AttentionPlan
 from jaxengine.models.spec import Params
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.state import Counted, SlotState

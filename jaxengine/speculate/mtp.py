@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxengine.layers.attention import AttentionPlan
-from jaxengine.layers.linear import linear
-from jaxengine.layers.norm import rms_norm
 from jaxengine.models.decoder import KV, decode, embed
+from jaxengine.models.layers.attention import AttentionPlan
+from jaxengine.models.layers.linear import linear
+from jaxengine.models.layers.norm import rms_norm
 from jaxengine.models.params import Leaf, layer_leaves
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.parallel.layout import Stage

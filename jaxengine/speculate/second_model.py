@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxengine.layers.attention import AttentionPlan
 from jaxengine.models.decoder import KV, decode, head
+from jaxengine.models.layers.attention import AttentionPlan
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.state import Counted, SlotState

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxengine.layers.attention import AttentionPlan
 from jaxengine.models.decoder import KV, decode, head
+from jaxengine.models.layers.attention import AttentionPlan
 from jaxengine.models.spec import Params
 from jaxengine.runner.forward import StepConfig, sections
 from jaxengine.runner.sampling_step import sampling_inputs

@@ -12,8 +12,8 @@ from drafters import with_extra_layer
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from jaxengine.layers.attention import AttentionPlan
 from jaxengine.models.errors import ModelLoadError
+from jaxengine.models.layers.attention import AttentionPlan
 from jaxengine.runner.forward import StepConfig
 from jaxengine.sched.batch import BatchShape
 from jaxengine.speculate.mtp import extra_layer, mtp_shapes, one_layer, run_layer

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.layers.moe import moe
-from jaxengine.layers.norm import rms_norm
-from jaxengine.layers.quantize import quantized_shapes
-from jaxengine.layers.rope import apply_rope, inverse_frequencies, rope_tables
+from jaxengine.models.layers.moe import moe
+from jaxengine.models.layers.norm import rms_norm
+from jaxengine.models.layers.quantize import quantized_shapes
+from jaxengine.models.layers.rope import apply_rope, inverse_frequencies, rope_tables
 from jaxengine.models.params import layer_leaves, param_shapes
 from jaxengine.models.spec import DecoderSpec, MlaSpec, MoeSpec, RopeSpec
 from jaxengine.parallel.layout import StepLayout

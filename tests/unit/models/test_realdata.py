@@ -9,9 +9,9 @@ import jax
 import pytest
 from testdata import CONFIGS
 
-from jaxengine.layers.rope import inverse_frequencies
 from jaxengine.models.cache import cache_bytes_per_token
 from jaxengine.models.families import spec_from_config, weight_names
+from jaxengine.models.layers.rope import inverse_frequencies
 from jaxengine.models.params import count_params, layer_leaves, param_shapes, top_leaves
 from jaxengine.models.spec import DecoderSpec
 

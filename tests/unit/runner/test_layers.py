@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.layers.linear import linear
-from jaxengine.layers.quantize import quantize
-from jaxengine.layers.rope import apply_rope, inverse_frequencies, rope_tables
+from jaxengine.models.layers.linear import linear
+from jaxengine.models.layers.quantize import quantize
+from jaxengine.models.layers.rope import apply_rope, inverse_frequencies, rope_tables
 from jaxengine.models.spec import RopeSpec
 
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxengine.layers.linear import linear
-from jaxengine.layers.mlp import gated
-from jaxengine.layers.parallel import first_only, reduce
+from jaxengine.models.layers.linear import linear
+from jaxengine.models.layers.mlp import gated
+from jaxengine.models.layers.parallel import first_only, reduce
 from jaxengine.models.spec import DecoderSpec, MoeSpec
 from jaxengine.pallas_kernels.moe import moe_mlp, route
 from jaxengine.parallel.exchange import ExpertShards

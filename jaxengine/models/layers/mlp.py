@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxengine.layers.linear import linear
-from jaxengine.layers.parallel import row_parallel
+from jaxengine.models.layers.linear import linear
+from jaxengine.models.layers.parallel import row_parallel
 from jaxengine.parallel.layout import StepLayout
 
 

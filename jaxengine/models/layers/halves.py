@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxengine.layers.attention import AttentionPlan
+from jaxengine.models.layers.attention import AttentionPlan
 
 
 def half_room(tokens: int) -> int:

@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxengine.layers.attention import AttentionPlan, LayerCache, live_lengths
-from jaxengine.layers.linear import linear
-from jaxengine.layers.norm import rms_norm
-from jaxengine.layers.rope import apply_rope
+from jaxengine.models.layers.attention import AttentionPlan, LayerCache, live_lengths
+from jaxengine.models.layers.linear import linear
+from jaxengine.models.layers.norm import rms_norm
+from jaxengine.models.layers.rope import apply_rope
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.pallas_kernels import device
 from jaxengine.pallas_kernels.kv_write import kv_write

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxengine.layers.linear import linear
+from jaxengine.models.layers.linear import linear
 from jaxengine.parallel.layout import StepLayout
 
 

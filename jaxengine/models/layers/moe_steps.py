@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxengine.layers.moe import (
+from jaxengine.models.layers.moe import (
     all_shares,
     choose,
     expert_shards,
@@ -17,7 +17,7 @@ from jaxengine.layers.moe import (
     replicas_of,
     shared_experts,
 )
-from jaxengine.layers.parallel import reduce
+from jaxengine.models.layers.parallel import reduce
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.parallel import exchange
 from jaxengine.parallel.experts import ExpertOptions, compute, to_slots, wire_dtype
