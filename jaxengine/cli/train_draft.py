@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from jaxengine.models.spec import DecoderSpec
+    from jaxengine.runner.draft.draft_head import DraftParams
     from jaxengine.speculate.draft_data import Corpus
-    from jaxengine.speculate.draft_head import DraftParams
     from jaxengine.speculate.draft_train import Acceptance, Progress, TrainSettings
     from jaxengine.weights.resolve import ModelFiles
 
@@ -59,7 +59,7 @@ def run_train_draft(options: TrainDraft) -> int:
     import numpy as np
 
     from jaxengine.models.spec import for_context
-    from jaxengine.speculate import draft_head, draft_store
+    from jaxengine.runner.draft import draft_head, draft_store
     from jaxengine.speculate.draft_data import choose_vocabulary
     from jaxengine.weights.fingerprint import fingerprint
     from jaxengine.weights.load import load_spec
@@ -170,8 +170,8 @@ def _train_layer(
     import jax.numpy as jnp
     import numpy as np
 
+    from jaxengine.runner.draft.eagle_files import EagleHead, write_eagle
     from jaxengine.speculate import draft_train, eagle_train
-    from jaxengine.speculate.eagle_files import EagleHead, write_eagle
 
     options, drafts = run.options, max(run.options.drafts, _REPORT_DRAFTS)
     form = eagle_train.form_for(spec, options.ffn_size, len(ids))

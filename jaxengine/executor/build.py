@@ -30,6 +30,7 @@ from jaxengine.progress import progress_bar
 from jaxengine.runner.attention import choose_attention
 from jaxengine.runner.cache_counts import CacheCounts
 from jaxengine.runner.divide import cache_spec, divide, expert_tables, place_experts
+from jaxengine.runner.draft.open_drafter import Target, find_drafter
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.kv_room import CPU_KV_BYTES, kv_room, weight_bytes
 from jaxengine.runner.model_runner import ModelRunner
@@ -41,7 +42,6 @@ from jaxengine.sched.buckets import Overlap, all_buckets, in_halves, row_buckets
 from jaxengine.sched.config import GroupSpec, PlannerConfig
 from jaxengine.sched.shapes import ON_DEMAND
 from jaxengine.sched.slot_record import SlotShape
-from jaxengine.speculate.open_drafter import Target, find_drafter
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.load import checkpoint_dtype, load_params, load_spec
 from jaxengine.weights.resolve import resolve_model

@@ -10,6 +10,8 @@ import jax
 from jaxengine.executor.base import Batch
 from jaxengine.executor.nodes import LeadingRunner
 from jaxengine.parallel import expert_load
+from jaxengine.runner.draft.drafter import Drafter
+from jaxengine.runner.draft.lookup import Lookup
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
@@ -17,8 +19,6 @@ from jaxengine.sched.buckets import Overlap, in_halves
 from jaxengine.sched.plan import Int32, StepResult
 from jaxengine.sched.shapes import ON_DEMAND, ProgramKey, ShapeChooser, VerifyChooser
 from jaxengine.sched.verify_batch import verify_bucket
-from jaxengine.speculate.drafter import Drafter
-from jaxengine.speculate.lookup import Lookup
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool

@@ -11,12 +11,12 @@ from jaxengine.executor.base import Batch
 from jaxengine.models.decoder import KV
 from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
+from jaxengine.runner.draft.drafter import Drafter
+from jaxengine.runner.draft.verify import NO_DRAFT, Drafted
 from jaxengine.runner.programs import Key, Programs
 from jaxengine.runner.state import Counted, SlotState, new_state
 from jaxengine.sched.batch import Bucket, view
 from jaxengine.sched.verify_batch import ON_DEVICE, verify_layout
-from jaxengine.speculate.drafter import Drafter
-from jaxengine.speculate.verify import NO_DRAFT, Drafted
 
 
 class DraftRunner:

@@ -13,6 +13,8 @@ from jaxtyping import Array
 from jaxengine.executor.base import Batch
 from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
+from jaxengine.runner.draft.drafter import Drafter
+from jaxengine.runner.draft.verify import Drafted
 from jaxengine.runner.draft_runner import DraftRunner
 from jaxengine.runner.programs import Key, Programs, head_params
 from jaxengine.runner.sampling_step import FIXED
@@ -20,8 +22,6 @@ from jaxengine.runner.state import DeviceState, new_state
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import Int32, StepResult
 from jaxengine.sched.shapes import sampler_of
-from jaxengine.speculate.drafter import Drafter
-from jaxengine.speculate.verify import Drafted
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool

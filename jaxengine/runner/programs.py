@@ -26,6 +26,8 @@ from jaxengine.models.spec import Params
 from jaxengine.parallel.layout import Stage
 from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.cache_lock import compiling
+from jaxengine.runner.draft.drafter import Drafter
+from jaxengine.runner.draft.lookup import FROM_DRAFTER, Lookup
 from jaxengine.runner.forward import ForwardOutput, StepConfig, forward
 from jaxengine.runner.sampling_step import pool_rows, sample_rows, score_prompt
 from jaxengine.runner.spec_programs import (
@@ -40,8 +42,6 @@ from jaxengine.runner.spec_programs import (
 from jaxengine.runner.state import Counted, DeviceState, SlotState, seed_slot
 from jaxengine.sched.batch import BatchShape, Bucket, layout_of, rows_layout
 from jaxengine.sched.slot_record import SlotShape
-from jaxengine.speculate.drafter import Drafter
-from jaxengine.speculate.lookup import FROM_DRAFTER, Lookup
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Key(NamedTuple):
     """Names a program: the forward of a bucket, the sampler of so many rows and that of greedy
     ones, the prompt scorer of so many tokens and their pooling, the slot writer; with drafts what
     a bucket's step consists of, and what the drafter does behind every step
-    (`speculate.drafter`)."""
+    (`runner.draft.drafter`)."""
 
     kind: Kind
     size: Bucket | int = 0

@@ -12,14 +12,14 @@ from jaxtyping import Array
 from jaxengine.models.decoder import KV
 from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
+from jaxengine.runner.draft.drafter import Drafter, follow, follow_drafts, remember
+from jaxengine.runner.draft.lookup import Lookup, look_up
+from jaxengine.runner.draft.verify import Drafted, accept_rows, verify_forward
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.sampling_step import FIXED
 from jaxengine.runner.state import Counted, DeviceState, SlotState, counted_shapes
 from jaxengine.sched.batch import Bucket, layout_of, rows_layout
 from jaxengine.sched.verify_batch import verify_layout
-from jaxengine.speculate.drafter import Drafter, follow, follow_drafts, remember
-from jaxengine.speculate.lookup import Lookup, look_up
-from jaxengine.speculate.verify import Drafted, accept_rows, verify_forward
 
 
 @dataclass(frozen=True)

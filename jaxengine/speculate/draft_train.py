@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from jaxengine.models.layers.linear import linear
+from jaxengine.runner.draft.draft_head import DraftConfig, DraftParams, draft_greedy, draft_step
 from jaxengine.speculate.draft_data import Corpus
-from jaxengine.speculate.draft_head import DraftConfig, DraftParams, draft_greedy, draft_step
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Training of an EAGLE-3 head (`speculate.eagle_layer`) over text that the target wrote.
+"""Training of an EAGLE-3 head (`runner.draft.eagle_layer`) over text that the target wrote.
 
 As in the publication the head is trained for what it meets when it drafts: from every chosen
 position a chain of drafts goes out. The first reads the target's states, every next one the
@@ -24,6 +24,15 @@ from jaxengine.models.layers.parallel import lookup
 from jaxengine.models.layers.rope import apply_rope, rope_tables
 from jaxengine.models.spec import DecoderSpec, Params, RopeSpec
 from jaxengine.parallel.layout import StepLayout
+from jaxengine.runner.draft.eagle_layer import (
+    EagleForm,
+    default_taps,
+    draft_logits,
+    eagle_shapes,
+    joined,
+    layer_inputs,
+    layer_output,
+)
 from jaxengine.speculate.draft_data import Corpus
 from jaxengine.speculate.draft_train import (
     STEP_DECAY,
@@ -32,15 +41,6 @@ from jaxengine.speculate.draft_train import (
     TrainSettings,
     fit,
     followed,
-)
-from jaxengine.speculate.eagle_layer import (
-    EagleForm,
-    default_taps,
-    draft_logits,
-    eagle_shapes,
-    joined,
-    layer_inputs,
-    layer_output,
 )
 
 CHAINS = 64  # of a text in one step

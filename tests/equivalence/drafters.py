@@ -18,13 +18,13 @@ from safetensors.numpy import load_file, save_file
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
+from jaxengine.runner.draft import draft_store
+from jaxengine.runner.draft.draft_head import DraftConfig, init_params
+from jaxengine.runner.draft.draft_store import Draft
+from jaxengine.runner.draft.verify import Drafted
 from jaxengine.sched.batch import view
 from jaxengine.sched.plan import StepResult
 from jaxengine.sched.verify_batch import verify_layout
-from jaxengine.speculate import draft_store
-from jaxengine.speculate.draft_head import DraftConfig, init_params
-from jaxengine.speculate.draft_store import Draft
-from jaxengine.speculate.verify import Drafted
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.resolve import resolve_model
 

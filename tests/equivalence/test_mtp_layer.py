@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.errors import ModelLoadError
 from jaxengine.models.layers.attention import AttentionPlan
+from jaxengine.runner.draft.mtp import extra_layer, mtp_shapes, one_layer, run_layer
+from jaxengine.runner.draft.mtp_load import read_mtp
 from jaxengine.runner.forward import StepConfig
 from jaxengine.sched.batch import BatchShape
-from jaxengine.speculate.mtp import extra_layer, mtp_shapes, one_layer, run_layer
-from jaxengine.speculate.mtp_load import read_mtp
 from jaxengine.weights.load import load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
 

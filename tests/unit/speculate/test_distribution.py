@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 
+from jaxengine.runner.draft.verify import accepted_tokens
 from jaxengine.sampling.inputs import neutral_inputs
 from jaxengine.sampling.sampler import sample
-from jaxengine.speculate.verify import accepted_tokens
 
 VOCAB, ROWS, PLACES = 8, 20_000, 4
 TOP_K, TOP_P = 6, 0.95

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxengine.speculate.lookup import Lookup, propose
+from jaxengine.runner.draft.lookup import Lookup, propose
 from jaxengine.speculate.ngram import NgramProposer
 
 WIDTH = 24

@@ -14,12 +14,12 @@ from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.parallel.layout import StepLayout
-from jaxengine.speculate import draft_store
-from jaxengine.speculate.draft_head import DraftConfig, init_params
-from jaxengine.speculate.draft_store import Draft
-from jaxengine.speculate.eagle import is_recurrent
-from jaxengine.speculate.open_drafter import Target, find_drafter
-from jaxengine.speculate.second_model import check_fits
+from jaxengine.runner.draft import draft_store
+from jaxengine.runner.draft.draft_head import DraftConfig, init_params
+from jaxengine.runner.draft.draft_store import Draft
+from jaxengine.runner.draft.eagle import is_recurrent
+from jaxengine.runner.draft.open_drafter import Target, find_drafter
+from jaxengine.runner.draft.second_model import check_fits
 from jaxengine.weights.load import load_spec
 from jaxengine.weights.resolve import resolve_model
 

@@ -14,7 +14,9 @@ import pytest
 from testdata import GOLDENS
 
 from jaxengine.models.spec import DecoderSpec, Params
-from jaxengine.speculate import draft_head, draft_store, draft_train
+from jaxengine.runner.draft import draft_head, draft_store
+from jaxengine.runner.draft.draft_head import DraftConfig
+from jaxengine.speculate import draft_train
 from jaxengine.speculate.draft_data import (
     Corpus,
     Text,
@@ -23,7 +25,6 @@ from jaxengine.speculate.draft_data import (
     load_corpus,
     save_corpus,
 )
-from jaxengine.speculate.draft_head import DraftConfig
 from jaxengine.weights.load import load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
 

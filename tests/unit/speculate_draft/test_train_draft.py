@@ -11,9 +11,9 @@ from testdata import GOLDENS
 
 from jaxengine.cli.train_draft import TrainDraft, run_train_draft
 from jaxengine.models.families import spec_from_config
-from jaxengine.speculate import draft_store
+from jaxengine.runner.draft import draft_store
+from jaxengine.runner.draft.eagle_files import read_eagle
 from jaxengine.speculate.draft_prompts import built_in, read_prompts
-from jaxengine.speculate.eagle_files import read_eagle
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.resolve import resolve_model
 

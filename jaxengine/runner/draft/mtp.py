@@ -1,7 +1,7 @@
 """Multi-token prediction with the checkpoint's own extra layer (DeepSeek-AI, 2024).
 
 Behind its L layers a model may have one more that was trained to guess a token further, from the
-target's final hidden state. It drafts as `speculate.layer_chain` says.
+target's final hidden state. It drafts as `runner.draft.layer_chain` says.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jaxengine.models.layers.norm import rms_norm
 from jaxengine.models.params import Leaf, layer_leaves
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.parallel.layout import Stage
+from jaxengine.runner.draft.drafter import Drafter
+from jaxengine.runner.draft.layer_chain import Layer, chain_drafter
+from jaxengine.runner.draft.second_model import greedy
 from jaxengine.runner.forward import StepConfig
-from jaxengine.speculate.drafter import Drafter
-from jaxengine.speculate.layer_chain import Layer, chain_drafter
-from jaxengine.speculate.second_model import greedy
 from jaxengine.weights.resolve import ModelFiles
 
 NUM_LAYERS = "num_nextn_predict_layers"  # in config.json

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxengine.runner.draft.verify import NO_DRAFT, known_tokens
 from jaxengine.runner.forward import StepConfig, sections
 from jaxengine.runner.state import SlotState
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.verify_batch import verify_layout
-from jaxengine.speculate.verify import NO_DRAFT, known_tokens
 
 
 class Lookup(NamedTuple):

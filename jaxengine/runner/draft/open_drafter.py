@@ -20,9 +20,9 @@ from jaxengine.models.params import param_shapes
 from jaxengine.models.spec import DecoderSpec, Params, for_context
 from jaxengine.parallel.layout import StepLayout
 from jaxengine.runner.attention import choose_attention
+from jaxengine.runner.draft.drafter import Drafter
 from jaxengine.runner.forward import StepConfig
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
-from jaxengine.speculate.drafter import Drafter
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.load import load_params, load_spec
 from jaxengine.weights.resolve import ModelFiles, resolve_model
@@ -104,7 +104,7 @@ def _raise_first(clashes: dict[str, bool], method: str) -> None:
 
 
 def _eagle(config: EngineConfig, chosen: SpeculativeConfig, target: Target) -> Prospect:
-    from jaxengine.speculate.eagle import eagle_drafter, is_recurrent, read_head
+    from jaxengine.runner.draft.eagle import eagle_drafter, is_recurrent, read_head
 
     if not is_recurrent(chosen.model):
         return _eagle_layer(config, chosen, target)
@@ -115,9 +115,9 @@ def _eagle(config: EngineConfig, chosen: SpeculativeConfig, target: Target) -> P
 
 def _eagle_layer(config: EngineConfig, chosen: SpeculativeConfig, target: Target) -> Prospect:
     """A published head of one decoder layer."""
-    from jaxengine.speculate.eagle_files import read_eagle
-    from jaxengine.speculate.eagle_layer import layer_drafter
-    from jaxengine.speculate.second_model import check_windows
+    from jaxengine.runner.draft.eagle_files import read_eagle
+    from jaxengine.runner.draft.eagle_layer import layer_drafter
+    from jaxengine.runner.draft.second_model import check_windows
 
     files = _files(config, chosen)
     try:
@@ -166,7 +166,7 @@ def _layout(config: EngineConfig, spec: DecoderSpec, target: Target) -> StepLayo
 
 
 def _second_model(config: EngineConfig, chosen: SpeculativeConfig, target: Target) -> Prospect:
-    from jaxengine.speculate.second_model import check_fits, model_drafter
+    from jaxengine.runner.draft.second_model import check_fits, model_drafter
 
     files = _files(config, chosen)
     plain = load_spec(files)
@@ -192,8 +192,8 @@ def _second_model(config: EngineConfig, chosen: SpeculativeConfig, target: Targe
 
 
 def _mtp(target: Target) -> Prospect:
-    from jaxengine.speculate.mtp import extra_layer, mtp_drafter, mtp_shapes, one_layer
-    from jaxengine.speculate.mtp_load import read_mtp
+    from jaxengine.runner.draft.mtp import extra_layer, mtp_drafter, mtp_shapes, one_layer
+    from jaxengine.runner.draft.mtp_load import read_mtp
 
     extended = extra_layer(target.spec, target.files)
     kv_dtype = jnp.dtype(target.dtype)

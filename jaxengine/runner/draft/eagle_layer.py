@@ -1,6 +1,6 @@
 """Draft heads of one decoder layer, as published: EAGLE (Li et al., 2024), EAGLE-3 (2025).
 
-They draft as `speculate.layer_chain` says. EAGLE is told the target's final hidden state; EAGLE-3
+They draft as `runner.draft.layer_chain` says. EAGLE is told the target's final hidden state; EAGLE-3
 the states inside of three layers, joined by one matrix, and it has an output head of its own over
 the tokens that it can draft.
 """
@@ -22,10 +22,10 @@ from jaxengine.models.layers.norm import rms_norm
 from jaxengine.models.layers.parallel import lookup
 from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.parallel.layout import StepLayout
+from jaxengine.runner.draft.drafter import Drafter
+from jaxengine.runner.draft.layer_chain import Layer, chain_drafter
 from jaxengine.runner.forward import StepConfig
 from jaxengine.sampling.blocks import argmax, block_max, pad_vocab
-from jaxengine.speculate.drafter import Drafter
-from jaxengine.speculate.layer_chain import Layer, chain_drafter
 
 _PLAIN = LayerKind(window=0, group=0, experts=False)
 _ONE_DEVICE = StepLayout()

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint's extra layer (`speculate.mtp`)."""
+"""The weights of a checkpoint's extra layer (`runner.draft.mtp`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxengine.models.errors import ModelLoadError
 from jaxengine.models.families import family_of, weight_names
 from jaxengine.models.params import Leaf, layer_leaves
 from jaxengine.models.spec import DecoderSpec
-from jaxengine.speculate.mtp import mtp_leaves
+from jaxengine.runner.draft.mtp import mtp_leaves
 from jaxengine.weights.load import DTYPES
 from jaxengine.weights.naming import expected_shapes, find
 from jaxengine.weights.resolve import ModelFiles

@@ -19,11 +19,11 @@ from jaxtyping import Array, Float, Int
 from jaxengine.models.decoder import KV
 from jaxengine.models.layers.attention import AttentionPlan
 from jaxengine.models.spec import Params
+from jaxengine.runner.draft.verify import Drafted, kept_tokens, known_tokens, token_slots
 from jaxengine.runner.forward import StepConfig, num_decode, sections
 from jaxengine.runner.state import Counted, SlotState
 from jaxengine.sched.batch import HEADER, Bucket, layout_of, rows_layout
 from jaxengine.sched.verify_batch import verify_layout
-from jaxengine.speculate.verify import Drafted, kept_tokens, known_tokens, token_slots
 
 DraftFn = Callable[[Bucket, Any, KV, SlotState, Counted, Array], tuple[KV, Array]]
 LayersFn = Callable[[Any, KV, Array, "Array | None", AttentionPlan], KV]

@@ -11,11 +11,11 @@ from jaxtyping import Array, Float
 from jaxengine.models.decoder import KV, decode, head
 from jaxengine.models.layers.attention import AttentionPlan
 from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.runner.draft.drafter import Drafter, draft_inputs, row_plan
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.state import Counted, SlotState
 from jaxengine.sampling.blocks import argmax, block_max, pad_vocab
 from jaxengine.sched.batch import Bucket
-from jaxengine.speculate.drafter import Drafter, draft_inputs, row_plan
 
 
 def model_drafter(

@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 from jaxengine.models.decoder import KV
 from jaxengine.models.layers.attention import AttentionPlan
 from jaxengine.models.spec import Params
+from jaxengine.runner.draft.drafter import Drafter, draft_inputs, features_of, row_plan
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.state import Counted, SlotState
 from jaxengine.sched.batch import Bucket
-from jaxengine.speculate.drafter import Drafter, draft_inputs, features_of, row_plan
 
 State = Float[Array, "T D"]
 Run = Callable[[Params, KV, Int[Array, "T"], State, AttentionPlan], tuple[State, KV]]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.spec import DecoderSpec
-from jaxengine.speculate.draft_head import ARCHITECTURE, DraftConfig, head_shapes
+from jaxengine.runner.draft.draft_head import ARCHITECTURE, DraftConfig, head_shapes
 from jaxengine.weights.resolve import read_json
 
 CONFIG, WEIGHTS = "config.json", "draft.safetensors"

@@ -10,13 +10,13 @@ from jaxtyping import Array
 from jaxengine.models.decoder import KV
 from jaxengine.models.errors import ModelLoadError
 from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.runner.draft import draft_store
+from jaxengine.runner.draft.draft_head import ARCHITECTURE, DraftParams, attach, draft_greedy
+from jaxengine.runner.draft.draft_store import Draft
+from jaxengine.runner.draft.drafter import Drafter, draft_inputs, features_of
 from jaxengine.runner.forward import StepConfig
 from jaxengine.runner.state import Counted, SlotState
 from jaxengine.sched.batch import Bucket
-from jaxengine.speculate import draft_store
-from jaxengine.speculate.draft_head import ARCHITECTURE, DraftParams, attach, draft_greedy
-from jaxengine.speculate.draft_store import Draft
-from jaxengine.speculate.drafter import Drafter, draft_inputs, features_of
 from jaxengine.weights.resolve import read_json
 
 

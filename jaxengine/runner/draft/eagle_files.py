@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from jaxengine.models.errors import ModelLoadError
 from jaxengine.models.families import spec_from_config
 from jaxengine.models.spec import DecoderSpec
-from jaxengine.speculate.eagle_layer import EagleForm, default_taps, eagle_shapes
+from jaxengine.runner.draft.eagle_layer import EagleForm, default_taps, eagle_shapes
 from jaxengine.weights.load import DTYPES
 from jaxengine.weights.resolve import ModelFiles
 from jaxengine.weights.sources import Source, checkpoint_sources
