@@ -1,4 +1,4 @@
-"""The bench command: hands over to `jaxengine.bench.NAME.main(argv)`."""
+"""The bench command: hands over to `jaxengine.lab.bench.NAME.main(argv)`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_bench(words: list[str]) -> int:
     name, *rest = words
     if name not in BENCHES:
         raise ValueError(f"there is no bench {name!r}; there are {', '.join(BENCHES)}")
-    module = f"jaxengine.bench.{name}"
+    module = f"jaxengine.lab.bench.{name}"
     try:
         bench = importlib.import_module(module)
     except ModuleNotFoundError as error:

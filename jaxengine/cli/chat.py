@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from jaxengine.cli.http import first_model, stream_json
+from jaxengine.lab.bench.http import first_model, stream_json
 
 
 def run_chat(

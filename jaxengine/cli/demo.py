@@ -9,7 +9,7 @@ import threading
 import time
 from typing import IO, Any
 
-from jaxengine.cli.http import ServerError, stream_json
+from jaxengine.lab.bench.http import ServerError, stream_json
 
 QUESTION = "Explain in two sentences why the sky is blue."
 _MARK = " at http://"  # of the line that serve prints when it is ready

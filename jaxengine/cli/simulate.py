@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxengine.bench.datasets import BenchRequest, arrivals, load_trace, with_arrivals
-from jaxengine.bench.machine import describe
-from jaxengine.bench.results import result, save
 from jaxengine.cli.aot_check import read_config
 from jaxengine.cli.simulate_options import Engine, Hardware, SimulateOptions, Workload
+from jaxengine.lab.bench.datasets import BenchRequest, arrivals, load_trace, with_arrivals
+from jaxengine.lab.bench.machine import describe
+from jaxengine.lab.bench.results import result, save
 from jaxengine.models.families import spec_from_config
 from jaxengine.sched.config import GroupSpec, PlannerConfig
 from jaxengine.simulate.cluster import Cluster, simulate

@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 import numpy as np
 
-from jaxengine.bench.offload import measure_device
 from jaxengine.engine.core import EngineCore
+from jaxengine.lab.bench.offload import measure_device
 from jaxengine.parallel.layout import StepLayout
 from jaxengine.sched.buckets import all_buckets
 from jaxengine.simulate.clock import Clock, WallClock

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxengine.bench.datasets import BenchRequest, arrivals, with_arrivals
 from jaxengine.engine.core import EngineCore
+from jaxengine.lab.bench.datasets import BenchRequest, arrivals, with_arrivals
 from jaxengine.simulate.calibrate import Calibration
 from jaxengine.simulate.clock import Clock, WallClock
 from jaxengine.simulate.cluster import Cluster, simulate

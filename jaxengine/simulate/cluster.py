@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxengine.bench.datasets import BenchRequest, prompt_tokens
 from jaxengine.engine.dp.balancer import Balancer, prefix_key
+from jaxengine.lab.bench.datasets import BenchRequest, prompt_tokens
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.request import Request
 from jaxengine.simulate.cost import CostModel

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.bench.datasets import BenchRequest
-from jaxengine.bench.summary import METRICS
+from jaxengine.lab.bench.datasets import BenchRequest
+from jaxengine.lab.bench.summary import METRICS
 from jaxengine.simulate.cluster import Cluster, simulate
 from jaxengine.simulate.outcome import Outcome
 from jaxengine.simulate.results import latencies, summarize

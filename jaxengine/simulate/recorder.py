@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from jaxengine.bench.datasets import BenchRequest, prompt_tokens
 from jaxengine.engine.core import EngineCore
 from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
+from jaxengine.lab.bench.datasets import BenchRequest, prompt_tokens
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.simulate.clock import Clock

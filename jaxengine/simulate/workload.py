@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxengine.bench.datasets import BenchRequest
+from jaxengine.lab.bench.datasets import BenchRequest
 
 _UNIQUE = 1 << 40  # block ids from here on belong to one request
 

@@ -18,9 +18,9 @@ from cyclopts import CycloptsError
 from pages import LANGUAGES, PAGES, ROOT, SHELL, Block, blocks, name_of, names_in, read, shell_lines
 
 import jaxengine
-from jaxengine.bench.flags import engine_settings
 from jaxengine.cli import main as cli
 from jaxengine.cli.bench import BENCHES
+from jaxengine.lab.bench.flags import engine_settings
 from jaxengine.settings.flags import split_argv
 
 ALL = [block for path in PAGES for block in blocks(path)]
@@ -59,7 +59,7 @@ def bench_problem(words: list[str]) -> str:
     name, *rest = words
     if name not in BENCHES:
         return f"there is no bench {name}"
-    parser = importlib.import_module(f"jaxengine.bench.{name}").parser()
+    parser = importlib.import_module(f"jaxengine.lab.bench.{name}").parser()
     parser.print_usage = lambda *_: None
     try:
         _, unknown = parser.parse_known_args([word for word in rest if word != "--help"])

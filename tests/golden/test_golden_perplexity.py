@@ -9,7 +9,7 @@ import math
 import pytest
 from testdata import GOLDENS
 
-from jaxengine.bench.perplexity import SETTINGS, log_likelihoods, read_rows
+from jaxengine.lab.bench.perplexity import SETTINGS, log_likelihoods, read_rows
 
 FILE = GOLDENS / "smollm2-loglikelihood.json"
 NUM_ROWS = 6

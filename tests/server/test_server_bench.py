@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from serverlib import Server, running
 
-from jaxengine.bench import serve
+from jaxengine.lab.bench import serve
 
 
 @pytest.fixture(scope="module")

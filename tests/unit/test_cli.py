@@ -16,8 +16,8 @@ import jaxengine
 from jaxengine.cli import main as cli
 from jaxengine.cli.bench import run_bench
 from jaxengine.cli.doctor import gpu_problem
-from jaxengine.cli.http import ServerError, get_json
 from jaxengine.config import EngineConfig
+from jaxengine.lab.bench.http import ServerError, get_json
 from jaxengine.settings import flags as options
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -139,7 +139,7 @@ def test_bench_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
             seen.append(argv)
             return 3
 
-    monkeypatch.setitem(sys.modules, "jaxengine.bench.latency", Module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "jaxengine.lab.bench.latency", Module)  # type: ignore[arg-type]
     with pytest.raises(SystemExit) as left:
         cli.main(["bench", "latency", "--batch-size", "4", "--help"])
     assert left.value.code == 3 and seen == [["--batch-size", "4", "--help"]]

@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
-from jaxengine.bench.flags import engine_settings
 from jaxengine.config import PARTS, EngineConfig, ModelConfig
+from jaxengine.lab.bench.flags import engine_settings
 from jaxengine.settings.counts import AUTO, COUNTS, count_words, read_count
 from jaxengine.settings.flags import flag, split_argv, yaml_config
 

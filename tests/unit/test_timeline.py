@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxengine.bench.timeline import Span, busy, trace
+from jaxengine.lab.bench.timeline import Span, busy, trace
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.wire.messages import EngineOutput, EngineRequest
 

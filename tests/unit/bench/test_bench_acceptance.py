@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxengine.bench.acceptance import Drafts, acceptance, acceptance_lines, parse_drafts
+from jaxengine.lab.bench.acceptance import Drafts, acceptance, acceptance_lines, parse_drafts
 from jaxengine.metrics.prometheus import Metrics, with_vllm_names
 from jaxengine.wire.messages import EngineStats
 

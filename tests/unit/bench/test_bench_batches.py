@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxengine.bench.throughput import Batch, make_batches, parser
+from jaxengine.lab.bench.throughput import Batch, make_batches, parser
 
 
 class Words:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import testdata
 
-from jaxengine.bench.datasets import (
+from jaxengine.lab.bench.datasets import (
     BenchRequest,
     arrivals,
     arrivals_at,

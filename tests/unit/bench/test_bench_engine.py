@@ -11,11 +11,11 @@ import pytest
 from safetensors.numpy import load_file
 from testdata import GOLDENS
 
-from jaxengine.bench.batch import random_prompts, run_batch
-from jaxengine.bench.flags import engine_config
-from jaxengine.bench.flatten import flatten
-from jaxengine.bench.floor import num_weights
 from jaxengine.engine.core import EngineCore
+from jaxengine.lab.bench.batch import random_prompts, run_batch
+from jaxengine.lab.bench.flags import engine_config
+from jaxengine.lab.bench.flatten import flatten
+from jaxengine.lab.bench.floor import num_weights
 from jaxengine.weights.load import load_spec
 from jaxengine.weights.resolve import resolve_model
 from jaxengine.wire.messages import EngineOutput, EngineRequest, EngineStats
@@ -26,7 +26,7 @@ SMALL = ["--model", str(LLAMA), "--warmup", "lazy"]
 
 def run(name: str, argv: list[str], folder: pathlib.Path) -> dict[str, Any]:
     path = folder / f"{name}.json"
-    bench = importlib.import_module(f"jaxengine.bench.{name}")
+    bench = importlib.import_module(f"jaxengine.lab.bench.{name}")
     assert bench.main([*argv, "--output-json", str(path)]) == 0
     content: dict[str, Any] = json.loads(path.read_text())
     assert content["bench"] == name and content["machine"]["versions"]["jax"]

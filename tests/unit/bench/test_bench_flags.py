@@ -6,14 +6,14 @@ import importlib
 
 import pytest
 
-from jaxengine.bench.flags import engine_config, engine_settings, parse_with_engine
-from jaxengine.bench.throughput import parser
 from jaxengine.cli.bench import BENCHES
+from jaxengine.lab.bench.flags import engine_config, engine_settings, parse_with_engine
+from jaxengine.lab.bench.throughput import parser
 
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_help_has_every_default(name: str) -> None:
-    made = importlib.import_module(f"jaxengine.bench.{name}").parser()
+    made = importlib.import_module(f"jaxengine.lab.bench.{name}").parser()
     text = " ".join(made.format_help().split())
     assert text.startswith(f"usage: jaxengine bench {name}")
     for action in made._actions:

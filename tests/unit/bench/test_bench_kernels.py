@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxengine.bench import kernels
-from jaxengine.bench.kernel_cases import OPS, Sizes, cases
-from jaxengine.bench.kernels import roofline, timed
+from jaxengine.lab.bench import kernels
+from jaxengine.lab.bench.kernel_cases import OPS, Sizes, cases
+from jaxengine.lab.bench.kernels import roofline, timed
 
 SMALL = Sizes(rows=2, context=32, tokens=32, heads=2, kv_heads=1, head_dim=16, hidden=128, ffn=64,
               experts=4, dtype="float32")  # fmt: skip

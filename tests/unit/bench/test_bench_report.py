@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jaxengine.bench import report, results
-from jaxengine.bench.flatten import direction
+from jaxengine.lab.bench import report, results
+from jaxengine.lab.bench.flatten import direction
 
 pytest.importorskip("matplotlib")
 MACHINE = {"name": "a <b>machine</b>", "cores": 2, "versions": {"jax": "1.2.3"}}

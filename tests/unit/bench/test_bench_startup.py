@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from testdata import GOLDENS
 
-from jaxengine.bench import startup
-from jaxengine.bench.startup_child import _build_phases
+from jaxengine.lab.bench import startup
+from jaxengine.lab.bench.startup_child import _build_phases
 
 LLAMA = GOLDENS / "llama"
 

@@ -7,16 +7,16 @@ import pathlib
 
 import pytest
 
-from jaxengine.bench.client import Trace
-from jaxengine.bench.datasets import BenchRequest
-from jaxengine.bench.prompts import (
+from jaxengine.lab.bench.client import Trace
+from jaxengine.lab.bench.datasets import BenchRequest
+from jaxengine.lab.bench.prompts import (
     custom_requests,
     prefix_repetition,
     random_requests,
     sharegpt_requests,
     words_of,
 )
-from jaxengine.bench.summary import summarize, table
+from jaxengine.lab.bench.summary import summarize, table
 
 
 def trace(ttft: float, gap: float, tokens: int) -> Trace:

@@ -7,8 +7,8 @@ import pathlib
 
 import pytest
 
-from jaxengine.bench import sweep
-from jaxengine.bench.flatten import flatten
+from jaxengine.lab.bench import sweep
+from jaxengine.lab.bench.flatten import flatten
 
 
 def plan_file(folder: pathlib.Path, **plan: object) -> str:

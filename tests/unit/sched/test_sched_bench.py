@@ -7,8 +7,8 @@ import pathlib
 
 import pytest
 
-from jaxengine.bench import sched
-from jaxengine.bench.sched import bench_sched
+from jaxengine.lab.bench import sched
+from jaxengine.lab.bench.sched import bench_sched
 
 
 def test_bench_counts_tokens() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM
-from jaxengine.bench.flags import engine_config
 from jaxengine.config import PARTS, CacheConfig, EngineConfig, ServerConfig
+from jaxengine.lab.bench.flags import engine_config
 from jaxengine.server.app import build_app
 from jaxengine.settings.check import SettingError, in_flags
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxengine.bench.datasets import BenchRequest, with_arrivals
+from jaxengine.lab.bench.datasets import BenchRequest, with_arrivals
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.simulate.cluster import Cluster
 from jaxengine.simulate.cost import StepCost, StepShape

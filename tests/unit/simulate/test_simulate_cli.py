@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxengine.bench.client import Trace
-from jaxengine.bench.summary import summarize
 from jaxengine.cli import main as cli
+from jaxengine.lab.bench.client import Trace
+from jaxengine.lab.bench.summary import summarize
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000,

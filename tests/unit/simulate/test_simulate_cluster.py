@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from constant_device import Constant, cluster, requests_at, token_times
 
-from jaxengine.bench.datasets import arrivals, with_arrivals
+from jaxengine.lab.bench.datasets import arrivals, with_arrivals
 from jaxengine.simulate.cluster import simulate
 from jaxengine.simulate.results import queue_lengths, summarize
 from jaxengine.simulate.tiers import TierConfig

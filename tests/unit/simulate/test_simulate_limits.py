@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from constant_device import Constant, cluster, requests_at
 
-from jaxengine.bench.datasets import arrivals, with_arrivals
+from jaxengine.lab.bench.datasets import arrivals, with_arrivals
 from jaxengine.simulate.cluster import Cluster, simulate
 from jaxengine.simulate.limits import Slo, diagnose, find_limit, lines, parse_slo
 from jaxengine.simulate.workload import fixed_requests

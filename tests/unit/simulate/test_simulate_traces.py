@@ -9,7 +9,7 @@ import pytest
 import testdata
 from constant_device import cluster
 
-from jaxengine.bench.datasets import load_trace
+from jaxengine.lab.bench.datasets import load_trace
 from jaxengine.simulate.cluster import simulate
 from jaxengine.simulate.outcome import RankFigures
 from jaxengine.simulate.tiers import TierConfig

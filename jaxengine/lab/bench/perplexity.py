@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine import platform
-from jaxengine.bench import machine, results
-from jaxengine.bench.flags import add_output, new_parser
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
 from jaxengine.frontend.tokenizer import load_tokenizer
+from jaxengine.lab.bench import machine, results
+from jaxengine.lab.bench.flags import add_output, new_parser
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.weights.resolve import resolve_model
 from jaxengine.wire.messages import EngineRequest

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.bench.datasets import FIRST_ID, LAST_ID, BenchRequest
+from jaxengine.lab.bench.datasets import FIRST_ID, LAST_ID, BenchRequest
 
 # Short common words: nearly every tokenizer has each, with the space before it, as one token.
 _WORDS = (

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from jaxengine.bench.client import Api, Trace, body_of, send
-from jaxengine.bench.datasets import BenchRequest
+from jaxengine.lab.bench.client import Api, Trace, body_of, send
+from jaxengine.lab.bench.datasets import BenchRequest
 
 
 async def run_load(

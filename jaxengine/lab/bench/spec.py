@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from jaxengine import platform
-from jaxengine.bench import machine, results
-from jaxengine.bench.batch import run_batch
-from jaxengine.bench.flags import (
+from jaxengine.engine.core import EngineCore
+from jaxengine.executor.base import Verifier
+from jaxengine.lab.bench import machine, results
+from jaxengine.lab.bench.batch import run_batch
+from jaxengine.lab.bench.flags import (
     add_output,
     engine_config,
     new_parser,
@@ -24,8 +26,6 @@ from jaxengine.bench.flags import (
     parse_with_engine,
     positive,
 )
-from jaxengine.engine.core import EngineCore
-from jaxengine.executor.base import Verifier
 from jaxengine.speculate.config import WITH_FOLDER, WITH_MODEL
 
 ROW_KEYS = ("requests", "method", "k")

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.bench import machine, results
-from jaxengine.bench.flags import add_output, new_parser, positive
+from jaxengine.lab.bench import machine, results
+from jaxengine.lab.bench.flags import add_output, new_parser, positive
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
@@ -149,7 +149,7 @@ def _device_idle(model: str, num_requests: int) -> list[dict[str, Any]]:
     from jaxengine import platform
 
     platform.setup()
-    from jaxengine.bench.idle import device_idle
+    from jaxengine.lab.bench.idle import device_idle
 
     print(f"{model}, {num_requests} requests decoding")
     print(f"{'':>8}{'step ms':>10}{'device ms':>11}{'host ms':>9}{'device idle':>13}")

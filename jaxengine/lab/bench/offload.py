@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxengine.bench import machine, results
-from jaxengine.bench.flags import add_output, new_parser, positive
+from jaxengine.lab.bench import machine, results
+from jaxengine.lab.bench.flags import add_output, new_parser, positive
 from jaxengine.offload.host_pool import PagePool
 from jaxengine.offload.jobs import Job
 from jaxengine.offload.keys import OffloadKey, make_key, namespace_key
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     figures |= measure_device(layout, args.blocks)
     if args.model is not None:
-        from jaxengine.bench.offload_model import measure
+        from jaxengine.lab.bench.offload_model import measure
 
         figures |= measure(args.model, args.rounds)
     if args.json:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from jaxengine.bench.machine import Machine
+from jaxengine.lab.bench.machine import Machine
 from jaxengine.models.spec import DecoderSpec
 
 

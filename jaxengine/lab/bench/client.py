@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from jaxengine.bench.datasets import BenchRequest, prompt_tokens
-from jaxengine.bench.prompts import words_of
+from jaxengine.lab.bench.datasets import BenchRequest, prompt_tokens
+from jaxengine.lab.bench.prompts import words_of
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from jaxengine.bench.flatten import direction, flatten
-from jaxengine.bench.report_charts import charts
+from jaxengine.lab.bench.flatten import direction, flatten
+from jaxengine.lab.bench.report_charts import charts
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxengine import platform
-from jaxengine.bench import results
-from jaxengine.bench.flags import add_output, new_parser, positive
+from jaxengine.lab.bench import results
+from jaxengine.lab.bench.flags import add_output, new_parser, positive
 
 OP_NAMES = ("decode", "prefill", "latent", "write", "experts", "matmul", "copy")
 ROW_KEYS = ("op", "implementation")
@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
     if args.top_k > args.experts:
         raise ValueError(f"--top-k {args.top_k} is more than --experts {args.experts}")
     platform.setup()
-    from jaxengine.bench.kernel_cases import OPS, Sizes
-    from jaxengine.bench.machine import measure
+    from jaxengine.lab.bench.kernel_cases import OPS, Sizes
+    from jaxengine.lab.bench.machine import measure
 
     machine = measure()
     names = {field.name for field in dataclasses.fields(Sizes)}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.bench.client import Trace
+from jaxengine.lab.bench.client import Trace
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 

@@ -28,11 +28,11 @@ from typing import Any
 
 import yaml
 
-from jaxengine.bench import results
-from jaxengine.bench.flags import new_parser, positive
-from jaxengine.bench.flatten import flatten
-from jaxengine.bench.local_server import ServerStartError, serving
 from jaxengine.cli.bench import BENCHES
+from jaxengine.lab.bench import results
+from jaxengine.lab.bench.flags import new_parser, positive
+from jaxengine.lab.bench.flatten import flatten
+from jaxengine.lab.bench.local_server import ServerStartError, serving
 
 _KEYS = {"bench", "flags", "lists", "server", "server-lists"}
 _COLUMNS = {

@@ -15,15 +15,21 @@ from typing import Any
 import numpy as np
 
 from jaxengine import platform
-from jaxengine.bench import results
-from jaxengine.bench.batch import random_prompts, run_batch
-from jaxengine.bench.datasets import BenchRequest, prompt_tokens
-from jaxengine.bench.flags import add_output, engine_config, new_parser, parse_with_engine, positive
-from jaxengine.bench.floor import decode_floor, prefill_seconds
-from jaxengine.bench.machine import Machine, measure
-from jaxengine.bench.workload import add_dataset, dataset_requests
 from jaxengine.engine.core import EngineCore
 from jaxengine.frontend.tokenizer import Tokenizer, load_tokenizer
+from jaxengine.lab.bench import results
+from jaxengine.lab.bench.batch import random_prompts, run_batch
+from jaxengine.lab.bench.datasets import BenchRequest, prompt_tokens
+from jaxengine.lab.bench.flags import (
+    add_output,
+    engine_config,
+    new_parser,
+    parse_with_engine,
+    positive,
+)
+from jaxengine.lab.bench.floor import decode_floor, prefill_seconds
+from jaxengine.lab.bench.machine import Machine, measure
+from jaxengine.lab.bench.workload import add_dataset, dataset_requests
 from jaxengine.weights.resolve import resolve_model
 
 

@@ -15,10 +15,10 @@ import tempfile
 import time
 from typing import Any
 
-from jaxengine.bench import machine, results
-from jaxengine.bench.flags import add_output, new_parser, positive
-from jaxengine.bench.local_server import peak_rss_mib, serving
-from jaxengine.cli.http import stream_json
+from jaxengine.lab.bench import machine, results
+from jaxengine.lab.bench.flags import add_output, new_parser, positive
+from jaxengine.lab.bench.http import stream_json
+from jaxengine.lab.bench.local_server import peak_rss_mib, serving
 
 ROW_KEYS = ("start", "of")
 PROMPT = list(range(1000, 1016))
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 def _engine(flags: list[str]) -> dict[str, float]:
     """One engine in a new process: startup_child.py, which knows its own phases."""
     began = time.time()
-    command = [sys.executable, "-m", "jaxengine.bench.startup_child", repr(began), *flags]
+    command = [sys.executable, "-m", "jaxengine.lab.bench.startup_child", repr(began), *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise ValueError("the engine did not start; its message is above")

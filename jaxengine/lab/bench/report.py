@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jaxengine.bench import results
-from jaxengine.bench.flags import new_parser
-from jaxengine.bench.report_page import Run, page
+from jaxengine.lab.bench import results
+from jaxengine.lab.bench.flags import new_parser
+from jaxengine.lab.bench.report_page import Run, page
 
 
 def main(argv: list[str]) -> int:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxengine.bench.flatten import direction
+from jaxengine.lab.bench.flatten import direction
 
 if TYPE_CHECKING:
-    from jaxengine.bench.report_page import Run
+    from jaxengine.lab.bench.report_page import Run
 
 _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 _MAX_BARS = 24  # of a figure: beyond it labels cannot be read

@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxengine.bench.datasets import BenchRequest, arrivals_at, load_trace, ramp, with_arrivals
-from jaxengine.bench.flags import above_zero, not_negative, positive
-from jaxengine.bench.prompts import (
+from jaxengine.lab.bench.datasets import BenchRequest, arrivals_at, load_trace, ramp, with_arrivals
+from jaxengine.lab.bench.flags import above_zero, not_negative, positive
+from jaxengine.lab.bench.prompts import (
     custom_requests,
     prefix_repetition,
     random_requests,

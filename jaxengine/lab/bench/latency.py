@@ -10,9 +10,10 @@ import argparse
 import numpy as np
 
 from jaxengine import platform
-from jaxengine.bench import machine, results
-from jaxengine.bench.batch import random_prompts, run_batch
-from jaxengine.bench.flags import (
+from jaxengine.engine.core import EngineCore
+from jaxengine.lab.bench import machine, results
+from jaxengine.lab.bench.batch import random_prompts, run_batch
+from jaxengine.lab.bench.flags import (
     add_output,
     engine_config,
     new_parser,
@@ -20,7 +21,6 @@ from jaxengine.bench.flags import (
     parse_with_engine,
     positive,
 )
-from jaxengine.engine.core import EngineCore
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
 

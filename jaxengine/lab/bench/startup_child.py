@@ -1,6 +1,6 @@
 """One start of an engine for `bench startup`, in a process of its own.
 
-    python -m jaxengine.bench.startup_child BEGAN [engine flags]
+    python -m jaxengine.lab.bench.startup_child BEGAN [engine flags]
 
 BEGAN is when the parent began, by time.time(). The last line printed is a JSON object: seconds
 since then until modules are imported, the engine is ready, the first token is there and all
@@ -17,7 +17,7 @@ import sys
 import time
 
 from jaxengine import platform
-from jaxengine.bench.flags import engine_config, engine_settings
+from jaxengine.lab.bench.flags import engine_config, engine_settings
 
 
 def main(argv: list[str]) -> int:

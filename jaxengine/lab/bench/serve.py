@@ -23,14 +23,14 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from jaxengine.bench import machine, results, summary
-from jaxengine.bench.acceptance import acceptance, acceptance_lines, read_drafts
-from jaxengine.bench.client import ENDPOINTS, Api, Trace, body_of, send
-from jaxengine.bench.datasets import BenchRequest
-from jaxengine.bench.flags import add_output, new_parser, not_negative, positive
-from jaxengine.bench.load import first_model, run_load, wait_ready
-from jaxengine.bench.local_server import serving
-from jaxengine.bench.workload import add_workload, make_requests, token_counter
+from jaxengine.lab.bench import machine, results, summary
+from jaxengine.lab.bench.acceptance import acceptance, acceptance_lines, read_drafts
+from jaxengine.lab.bench.client import ENDPOINTS, Api, Trace, body_of, send
+from jaxengine.lab.bench.datasets import BenchRequest
+from jaxengine.lab.bench.flags import add_output, new_parser, not_negative, positive
+from jaxengine.lab.bench.load import first_model, run_load, wait_ready
+from jaxengine.lab.bench.local_server import serving
+from jaxengine.lab.bench.workload import add_workload, make_requests, token_counter
 
 
 def main(argv: list[str]) -> int:
