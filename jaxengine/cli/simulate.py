@@ -16,17 +16,17 @@ from jaxengine.cli.simulate_options import Engine, Hardware, SimulateOptions, Wo
 from jaxengine.lab.bench.datasets import BenchRequest, arrivals, load_trace, with_arrivals
 from jaxengine.lab.bench.machine import describe
 from jaxengine.lab.bench.results import result, save
+from jaxengine.lab.simulate.cluster import Cluster, simulate
+from jaxengine.lab.simulate.gpus import gpu_of
+from jaxengine.lab.simulate.limits import Slo, find_limit, parse_slo
+from jaxengine.lab.simulate.limits import lines as limit_lines
+from jaxengine.lab.simulate.results import lines, summarize
+from jaxengine.lab.simulate.roofline import Host, Roofline
+from jaxengine.lab.simulate.table import Table, load_table
+from jaxengine.lab.simulate.tiers import TierConfig
+from jaxengine.lab.simulate.workload import faster, random_requests
 from jaxengine.models.families import spec_from_config
 from jaxengine.sched.config import GroupSpec, PlannerConfig
-from jaxengine.simulate.cluster import Cluster, simulate
-from jaxengine.simulate.gpus import gpu_of
-from jaxengine.simulate.limits import Slo, find_limit, parse_slo
-from jaxengine.simulate.limits import lines as limit_lines
-from jaxengine.simulate.results import lines, summarize
-from jaxengine.simulate.roofline import Host, Roofline
-from jaxengine.simulate.table import Table, load_table
-from jaxengine.simulate.tiers import TierConfig
-from jaxengine.simulate.workload import faster, random_requests
 
 if TYPE_CHECKING:
     from jaxengine.engine.core import EngineCore
@@ -215,7 +215,7 @@ def run_calibrate(
     from jaxengine.platform import setup
 
     setup()  # before JAX is imported
-    from jaxengine.simulate.calibrate import Calibration, copy_seconds_per_byte
+    from jaxengine.lab.simulate.calibrate import Calibration, copy_seconds_per_byte
 
     with _open_core(model, engine) as core:
         calibration = Calibration(core, most_rows=most_rows, most_tokens=most_tokens)
@@ -236,9 +236,9 @@ def run_check(model: str, rounds: int, engine: Engine, clock: Literal["wall", "c
     from jaxengine.platform import setup
 
     setup()
-    from jaxengine.simulate.check import LIMIT, check
-    from jaxengine.simulate.check import lines as check_lines
-    from jaxengine.simulate.clock import CpuClock, WallClock
+    from jaxengine.lab.simulate.check import LIMIT, check
+    from jaxengine.lab.simulate.check import lines as check_lines
+    from jaxengine.lab.simulate.clock import CpuClock, WallClock
 
     with _open_core(model, engine) as core:
         time_of = CpuClock() if clock == "cpu" else WallClock()

@@ -12,6 +12,8 @@ from testdata import CONFIGS
 
 from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.executor import build
+from jaxengine.lab.simulate.gpus import gpu_of
+from jaxengine.lab.simulate.roofline import Roofline
 from jaxengine.models.families import spec_from_config
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.parallel.layout import Stage, StepLayout
@@ -21,8 +23,6 @@ from jaxengine.runner.kv_room import RESERVE, kv_room, local_bytes, weight_bytes
 from jaxengine.runner.state import state_shapes
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.slot_record import SlotShape
-from jaxengine.simulate.gpus import gpu_of
-from jaxengine.simulate.roofline import Roofline
 
 GIB = 2**30
 

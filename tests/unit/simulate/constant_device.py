@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxengine.lab.bench.datasets import BenchRequest, with_arrivals
+from jaxengine.lab.simulate.cluster import Cluster
+from jaxengine.lab.simulate.cost import StepCost, StepShape
+from jaxengine.lab.simulate.outcome import Outcome
+from jaxengine.lab.simulate.workload import fixed_requests
 from jaxengine.sched.config import PlannerConfig
-from jaxengine.simulate.cluster import Cluster
-from jaxengine.simulate.cost import StepCost, StepShape
-from jaxengine.simulate.outcome import Outcome
-from jaxengine.simulate.workload import fixed_requests
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import pytest
 from constant_device import Constant, cluster, requests_at, token_times
 
 from jaxengine.lab.bench.datasets import arrivals, with_arrivals
-from jaxengine.simulate.cluster import simulate
-from jaxengine.simulate.results import queue_lengths, summarize
-from jaxengine.simulate.tiers import TierConfig
-from jaxengine.simulate.workload import fixed_requests, random_requests
+from jaxengine.lab.simulate.cluster import simulate
+from jaxengine.lab.simulate.results import queue_lengths, summarize
+from jaxengine.lab.simulate.tiers import TierConfig
+from jaxengine.lab.simulate.workload import fixed_requests, random_requests
 
 
 def test_synchronous_steps_add_up_host_and_device() -> None:

@@ -6,9 +6,9 @@ import pytest
 from constant_device import Constant, cluster, requests_at
 
 from jaxengine.lab.bench.datasets import arrivals, with_arrivals
-from jaxengine.simulate.cluster import Cluster, simulate
-from jaxengine.simulate.limits import Slo, diagnose, find_limit, lines, parse_slo
-from jaxengine.simulate.workload import fixed_requests
+from jaxengine.lab.simulate.cluster import Cluster, simulate
+from jaxengine.lab.simulate.limits import Slo, diagnose, find_limit, lines, parse_slo
+from jaxengine.lab.simulate.workload import fixed_requests
 
 REQUESTS = with_arrivals(fixed_requests(24, 16, 8), arrivals(24, 0.04))
 FEW = requests_at([0.0, 30.0, 60.0], 16, 2)

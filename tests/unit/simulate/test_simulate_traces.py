@@ -10,9 +10,9 @@ import testdata
 from constant_device import cluster
 
 from jaxengine.lab.bench.datasets import load_trace
-from jaxengine.simulate.cluster import simulate
-from jaxengine.simulate.outcome import RankFigures
-from jaxengine.simulate.tiers import TierConfig
+from jaxengine.lab.simulate.cluster import simulate
+from jaxengine.lab.simulate.outcome import RankFigures
+from jaxengine.lab.simulate.tiers import TierConfig
 
 NAME = "sharegpt_rows_1-200.jsonl"
 BLOCK, PAGE = 16, 64

@@ -16,12 +16,12 @@ import numpy as np
 
 from jaxengine.engine.dp.balancer import Balancer, prefix_key
 from jaxengine.lab.bench.datasets import BenchRequest, prompt_tokens
+from jaxengine.lab.simulate.cost import CostModel
+from jaxengine.lab.simulate.outcome import Outcome, RankFigures, Record
+from jaxengine.lab.simulate.rank import Rank
+from jaxengine.lab.simulate.tiers import HostMemory, TierConfig
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.request import Request
-from jaxengine.simulate.cost import CostModel
-from jaxengine.simulate.outcome import Outcome, RankFigures, Record
-from jaxengine.simulate.rank import Rank
-from jaxengine.simulate.tiers import HostMemory, TierConfig
 
 # What the front knows of a rank is as old as in the engine (`engine.process.STATS_INTERVAL`).
 STATS_INTERVAL = 0.25

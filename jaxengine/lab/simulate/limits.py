@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxengine.lab.bench.datasets import BenchRequest
 from jaxengine.lab.bench.summary import METRICS
-from jaxengine.simulate.cluster import Cluster, simulate
-from jaxengine.simulate.outcome import Outcome
-from jaxengine.simulate.results import latencies, summarize
-from jaxengine.simulate.workload import faster
+from jaxengine.lab.simulate.cluster import Cluster, simulate
+from jaxengine.lab.simulate.outcome import Outcome
+from jaxengine.lab.simulate.results import latencies, summarize
+from jaxengine.lab.simulate.workload import faster
 
 DOUBLINGS, BISECTIONS = 14, 5
 OFTEN = 0.05  # share of steps from which on an obstacle is one

@@ -9,13 +9,13 @@ from typing import Any
 
 from jaxengine.engine.core import EngineCore
 from jaxengine.lab.bench.datasets import BenchRequest, arrivals, with_arrivals
-from jaxengine.simulate.calibrate import Calibration
-from jaxengine.simulate.clock import Clock, WallClock
-from jaxengine.simulate.cluster import Cluster, simulate
-from jaxengine.simulate.recorder import drive
-from jaxengine.simulate.results import summarize
-from jaxengine.simulate.table import Table
-from jaxengine.simulate.workload import fixed_requests
+from jaxengine.lab.simulate.calibrate import Calibration
+from jaxengine.lab.simulate.clock import Clock, WallClock
+from jaxengine.lab.simulate.cluster import Cluster, simulate
+from jaxengine.lab.simulate.recorder import drive
+from jaxengine.lab.simulate.results import summarize
+from jaxengine.lab.simulate.table import Table
+from jaxengine.lab.simulate.workload import fixed_requests
 
 METRICS = ("output_throughput", "mean_ttft_ms", "mean_e2el_ms")
 LIMIT = 0.15

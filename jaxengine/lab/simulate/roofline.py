@@ -13,6 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxengine.lab.simulate.cost import StepCost, StepShape
+from jaxengine.lab.simulate.gpus import Gpu
 from jaxengine.models.cache import cache_bytes_per_token, device_bytes_per_token
 from jaxengine.models.params import count_params
 from jaxengine.models.spec import DecoderSpec, local_spec
@@ -25,8 +27,6 @@ from jaxengine.parallel.cost import (
     product_seconds,
 )
 from jaxengine.parallel.layout import StepLayout
-from jaxengine.simulate.cost import StepCost, StepShape
-from jaxengine.simulate.gpus import Gpu
 
 RESERVE = 2 * 2**30  # bytes for activations and programs, as `runner.kv_room` keeps free
 SAMPLING = 30e-6  # seconds of a sampler beside the head's product

@@ -14,12 +14,12 @@ from jaxengine.engine.core import EngineCore
 from jaxengine.engine.wrapped import wrapped
 from jaxengine.executor.base import Batch
 from jaxengine.lab.bench.datasets import BenchRequest, prompt_tokens
+from jaxengine.lab.simulate.clock import Clock
+from jaxengine.lab.simulate.cost import StepShape
+from jaxengine.lab.simulate.outcome import Outcome, RankFigures, Record
+from jaxengine.lab.simulate.table import Sample, Work
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.plan import StepPlan, StepResult
-from jaxengine.simulate.clock import Clock
-from jaxengine.simulate.cost import StepShape
-from jaxengine.simulate.outcome import Outcome, RankFigures, Record
-from jaxengine.simulate.table import Sample, Work
 from jaxengine.wire.messages import EngineRequest
 
 # A result that took less than this share of its step to come was there before it was asked for.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.lab.bench.summary import spread, table
-from jaxengine.simulate.outcome import Outcome, Record
+from jaxengine.lab.simulate.outcome import Outcome, Record
 
 PERCENTILES = (50, 90, 99)
 

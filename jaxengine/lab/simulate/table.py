@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.lab.simulate.cost import StepCost, StepShape
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import all_buckets, choose, row_buckets
 from jaxengine.sched.config import GroupSpec, PlannerConfig
-from jaxengine.simulate.cost import StepCost, StepShape
 
 FORMAT = 1
 QUERIES = 128  # queries of one work item of prefill attention (`pallas_kernels.paged_attention`)

@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxengine.engine.core import EngineCore
 from jaxengine.lab.bench.offload import measure_device
+from jaxengine.lab.simulate.clock import Clock, WallClock
+from jaxengine.lab.simulate.recorder import Recorder, engine_request
+from jaxengine.lab.simulate.table import Sample, Table, fit
 from jaxengine.parallel.layout import StepLayout
 from jaxengine.sched.buckets import all_buckets
-from jaxengine.simulate.clock import Clock, WallClock
-from jaxengine.simulate.recorder import Recorder, engine_request
-from jaxengine.simulate.table import Sample, Table, fit
 
 Prompt = list[int]
 DECODE_STEPS = 6  # measured of each number of rows

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxengine.lab.simulate.cost import CostModel, StepShape
+from jaxengine.lab.simulate.outcome import RankFigures, Record
+from jaxengine.lab.simulate.tiers import HostMemory
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
-from jaxengine.simulate.cost import CostModel, StepShape
-from jaxengine.simulate.outcome import RankFigures, Record
-from jaxengine.simulate.tiers import HostMemory
 
 # Every sampled token. Equal prompts give equal answers, as greedy ones do.
 TOKEN = 7

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from jaxengine.lab.simulate.cost import CostModel
+from jaxengine.lab.simulate.outcome import RankFigures
 from jaxengine.offload.config import GIB, OffloadConfig
 from jaxengine.offload.connector import OffloadingConnector
 from jaxengine.offload.counters import Counters
@@ -16,8 +18,6 @@ from jaxengine.offload.policies import make_policy
 from jaxengine.offload.tiers.host import HostTier
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.plan import StepPlan
-from jaxengine.simulate.cost import CostModel
-from jaxengine.simulate.outcome import RankFigures
 
 
 @dataclass(frozen=True)
