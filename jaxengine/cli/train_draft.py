@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from jaxengine.lab.train.draft_data import Corpus
+    from jaxengine.lab.train.draft_train import Acceptance, Progress, TrainSettings
     from jaxengine.models.spec import DecoderSpec
     from jaxengine.runner.draft.draft_head import DraftParams
-    from jaxengine.speculate.draft_data import Corpus
-    from jaxengine.speculate.draft_train import Acceptance, Progress, TrainSettings
     from jaxengine.weights.resolve import ModelFiles
 
 _HELD_OUT = 24  # prompts at most that only measure
@@ -58,15 +58,15 @@ def run_train_draft(options: TrainDraft) -> int:
     import jax.numpy as jnp
     import numpy as np
 
+    from jaxengine.lab.train.draft_data import choose_vocabulary
     from jaxengine.models.spec import for_context
     from jaxengine.runner.draft import draft_head, draft_store
-    from jaxengine.speculate.draft_data import choose_vocabulary
     from jaxengine.weights.fingerprint import fingerprint
     from jaxengine.weights.load import load_spec
     from jaxengine.weights.resolve import resolve_model
 
     try:
-        from jaxengine.speculate import draft_train
+        from jaxengine.lab.train import draft_train
     except ImportError as error:
         raise ValueError(f"training needs {error.name}: install jaxengine[train]") from error
 
@@ -77,7 +77,7 @@ def run_train_draft(options: TrainDraft) -> int:
     _claim(work, options, mark)
     taps: tuple[int, ...] = ()
     if options.features == 3:
-        from jaxengine.speculate.eagle_train import form_for
+        from jaxengine.lab.train.eagle_train import form_for
 
         taps = form_for(spec, options.ffn_size, 1).taps
     train_set, held_out, target = _corpora(options, files, spec, work, began, taps)
@@ -170,8 +170,8 @@ def _train_layer(
     import jax.numpy as jnp
     import numpy as np
 
+    from jaxengine.lab.train import draft_train, eagle_train
     from jaxengine.runner.draft.eagle_files import EagleHead, write_eagle
-    from jaxengine.speculate import draft_train, eagle_train
 
     options, drafts = run.options, max(run.options.drafts, _REPORT_DRAFTS)
     form = eagle_train.form_for(spec, options.ffn_size, len(ids))
@@ -218,7 +218,7 @@ def _corpora(
     the target's parameters."""
     import jax.numpy as jnp
 
-    from jaxengine.speculate import draft_data
+    from jaxengine.lab.train import draft_data
     from jaxengine.weights.load import checkpoint_dtype, load_params
 
     kept = work / "train.safetensors", work / "held_out.safetensors"
@@ -238,7 +238,7 @@ def _corpora(
 
 def _write_texts(options: TrainDraft, dtype: str, began: float) -> tuple[Any, Any]:
     from jaxengine.engine.llm import LLM
-    from jaxengine.speculate import draft_data, draft_prompts
+    from jaxengine.lab.train import draft_data, draft_prompts
 
     prompts = (
         draft_prompts.built_in(options.seed)

@@ -33,10 +33,10 @@ from test_speculation import assert_equal, in_turns, spec_figures
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
+from jaxengine.lab.train import eagle_train
 from jaxengine.parallel.layout import StepLayout
 from jaxengine.runner.draft.eagle_files import EagleHead, read_eagle, write_eagle
 from jaxengine.runner.draft.open_drafter import Target, find_drafter
-from jaxengine.speculate import eagle_train
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.load import load_spec
 from jaxengine.weights.resolve import resolve_model

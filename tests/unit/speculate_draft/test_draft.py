@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 from testdata import GOLDENS
 
-from jaxengine.models.spec import DecoderSpec, Params
-from jaxengine.runner.draft import draft_head, draft_store
-from jaxengine.runner.draft.draft_head import DraftConfig
-from jaxengine.speculate import draft_train
-from jaxengine.speculate.draft_data import (
+from jaxengine.lab.train import draft_train
+from jaxengine.lab.train.draft_data import (
     Corpus,
     Text,
     choose_vocabulary,
@@ -25,6 +22,9 @@ from jaxengine.speculate.draft_data import (
     load_corpus,
     save_corpus,
 )
+from jaxengine.models.spec import DecoderSpec, Params
+from jaxengine.runner.draft import draft_head, draft_store
+from jaxengine.runner.draft.draft_head import DraftConfig
 from jaxengine.weights.load import load_params, load_spec
 from jaxengine.weights.resolve import resolve_model
 

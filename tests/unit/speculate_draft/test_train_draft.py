@@ -10,10 +10,10 @@ import pytest
 from testdata import GOLDENS
 
 from jaxengine.cli.train_draft import TrainDraft, run_train_draft
+from jaxengine.lab.train.draft_prompts import built_in, read_prompts
 from jaxengine.models.families import spec_from_config
 from jaxengine.runner.draft import draft_store
 from jaxengine.runner.draft.eagle_files import read_eagle
-from jaxengine.speculate.draft_prompts import built_in, read_prompts
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.resolve import resolve_model
 

@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from jaxengine.lab.train.draft_data import Corpus
 from jaxengine.models.layers.linear import linear
 from jaxengine.runner.draft.draft_head import DraftConfig, DraftParams, draft_greedy, draft_step
-from jaxengine.speculate.draft_data import Corpus
 
 log = logging.getLogger(__name__)
 

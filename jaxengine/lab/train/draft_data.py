@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
+from jaxengine.lab.train.draft_prompts import Prompt
 from jaxengine.models.cache import cache_shapes
 from jaxengine.models.decoder import decode, head
 from jaxengine.models.layers.attention import AttentionPlan
@@ -23,7 +24,6 @@ from jaxengine.models.spec import DecoderSpec, Params
 from jaxengine.parallel.layout import StepLayout
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.batch import QUERY_BLOCK
-from jaxengine.speculate.draft_prompts import Prompt
 
 if TYPE_CHECKING:
     from jaxengine.engine.llm import LLM

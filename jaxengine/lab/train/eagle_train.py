@@ -18,6 +18,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
+from jaxengine.lab.train.draft_data import Corpus
+from jaxengine.lab.train.draft_train import (
+    STEP_DECAY,
+    Acceptance,
+    Progress,
+    TrainSettings,
+    fit,
+    followed,
+)
 from jaxengine.models.decoder import head
 from jaxengine.models.layers.linear import linear
 from jaxengine.models.layers.parallel import lookup
@@ -32,15 +41,6 @@ from jaxengine.runner.draft.eagle_layer import (
     joined,
     layer_inputs,
     layer_output,
-)
-from jaxengine.speculate.draft_data import Corpus
-from jaxengine.speculate.draft_train import (
-    STEP_DECAY,
-    Acceptance,
-    Progress,
-    TrainSettings,
-    fit,
-    followed,
 )
 
 CHAINS = 64  # of a text in one step
