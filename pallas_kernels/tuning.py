@@ -130,7 +130,7 @@ def generate(op: str, target: str = "h200") -> dict[str, Any]:
     """The table of an op, of candidates that compile without spills and within shared memory."""
     import jax
 
-    from jaxengine.pallas_kernels.aot_cases import compile_all
+    from jaxengine.lab.aot.aot_cases import compile_all
 
     wanted = candidates(op)
     cases = [{"op": op, "target": target, **case, "config": c} for _, case, c in wanted]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxengine.pallas_kernels import aot
+from jaxengine.lab.aot import aot
 
 DECODE_ROWS = (1, 64, 256)
 MIXED_TOKENS = 2048
@@ -121,8 +121,8 @@ def run_aot_check(
 ) -> int:
     """Print the report of a model folder or config.json; 1 when something does not compile as it
     should or does not fit, 2 when nothing can be said."""
+    from jaxengine.lab.aot.aot_step import compile_steps
     from jaxengine.models.families import spec_from_config
-    from jaxengine.runner.aot_step import compile_steps
 
     if target not in aot.TARGETS:
         print(f"target must be one of {', '.join(aot.TARGETS)}, not {target!r}", file=sys.stderr)

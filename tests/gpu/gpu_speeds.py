@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_record import RESULTS, START, speed, timed
 
-from jaxengine.pallas_kernels import decode_step, device, moe
+from jaxengine.lab.aot import decode_step
+from jaxengine.pallas_kernels import device, moe
 from jaxengine.pallas_kernels.paged_attention import api
 from jaxengine.pallas_kernels.paged_attention.config import AttentionConfig, default_config
 from jaxengine.pallas_kernels.quant_matmul import quant_matmul, quantise

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import pytest
 
-from jaxengine.pallas_kernels import aot, aot_cases, tuning
+from jaxengine.lab.aot import aot, aot_cases
+from jaxengine.pallas_kernels import tuning
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs" / "h200"
 pytestmark = pytest.mark.timeout(900)  # the first test compiles for all

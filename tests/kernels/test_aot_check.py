@@ -10,7 +10,7 @@ import pytest
 from testdata import CONFIGS
 
 from jaxengine.cli import aot_check
-from jaxengine.runner import aot_step
+from jaxengine.lab.aot import aot_step
 
 LLAMA = str(CONFIGS / "Llama-3.1-8B")
 

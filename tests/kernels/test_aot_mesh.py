@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from testdata import CONFIGS
 
-from jaxengine.pallas_kernels import aot
-from jaxengine.runner.aot_step import compile_steps, devices_of
+from jaxengine.lab.aot import aot
+from jaxengine.lab.aot.aot_step import compile_steps, devices_of
 
 MEMORY = int(aot.TARGETS["h200"].memory * 0.92)
 # As published; not among the shared ones.

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from testdata import CONFIGS
 
-from jaxengine.pallas_kernels import aot
-from jaxengine.runner.aot_step import compile_steps
+from jaxengine.lab.aot import aot
+from jaxengine.lab.aot.aot_step import compile_steps
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import all_buckets
 

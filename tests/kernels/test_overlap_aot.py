@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxengine.pallas_kernels import aot
-from jaxengine.parallel import overlap_check
+from jaxengine.lab.aot import aot, overlap_check
 from jaxengine.parallel.cost import QWEN3_30B_A3B
 
 pytestmark = [

@@ -20,8 +20,8 @@ from jaxengine.engine.parts import open_built
 from jaxengine.executor.coupling import member_config
 from jaxengine.executor.nodes import run_follower
 from jaxengine.executor.worker_messages import Channel, Reply, Start, StartFailed
-from jaxengine.pallas_kernels import aot
-from jaxengine.runner.aot_step import compile_steps
+from jaxengine.lab.aot import aot
+from jaxengine.lab.aot.aot_step import compile_steps
 
 NAMES = (
     "XLA_FLAGS",

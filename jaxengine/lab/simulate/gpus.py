@@ -20,7 +20,7 @@ class Gpu:
     collective_latency: float = 12e-6
 
 
-# memory_bytes as a driver reports them (`pallas_kernels.aot.TARGETS` has the same).
+# memory_bytes as a driver reports them (`lab.aot.aot.TARGETS` has the same).
 GPUS = {
     "a100": Gpu(
         "NVIDIA A100-SXM4-80GB", 84_987_740_160, 2.039e12,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxengine.parallel import hlo
+from jaxengine.lab.aot import hlo
 
 TEXT = """HloModule step, is_scheduled=true
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from testdata import CONFIGS
 
+from jaxengine.lab.aot import aot
 from jaxengine.lab.simulate import roofline
 from jaxengine.lab.simulate.cost import StepShape
 from jaxengine.lab.simulate.gpus import GPUS, gpu_of
@@ -18,7 +19,6 @@ from jaxengine.lab.simulate.roofline import Roofline
 from jaxengine.lab.simulate.table import Sample, Table, Work, fit, interpolate, load_table
 from jaxengine.models.families import spec_from_config
 from jaxengine.models.spec import DecoderSpec
-from jaxengine.pallas_kernels import aot
 from jaxengine.runner import kv_room
 from jaxengine.sched.batch import Bucket
 

@@ -1,6 +1,6 @@
 """Compile a mixture-of-experts step for 8 H200s and see what runs beside its exchanges.
 
-    python -m jaxengine.parallel.overlap_check < cases.jsonl
+    python -m jaxengine.lab.aot.overlap_check < cases.jsonl
 
 reads one case a line and prints one report a line; `report` runs it in a process of its own, with
 the environment of `aot.worker_env`. What is compiled is the product's exchange, expert and overlap
@@ -17,8 +17,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxengine.pallas_kernels import aot
-from jaxengine.parallel import hlo
+from jaxengine.lab.aot import aot, hlo
 from jaxengine.parallel.cost import H200, QWEN3_30B_A3B, MoeShape
 from jaxengine.platform import xla_flags
 
@@ -197,7 +196,7 @@ def compile_cases(
         env = aot.worker_env(folder)
         env["XLA_FLAGS"] = " ".join([env["XLA_FLAGS"], *flags])
         done = subprocess.run(
-            [sys.executable, "-m", "jaxengine.parallel.overlap_check"],
+            [sys.executable, "-m", "jaxengine.lab.aot.overlap_check"],
             input="\n".join(json.dumps(asdict(c)) for c in cases),
             env=env,
             capture_output=True,

@@ -1,6 +1,6 @@
 """The engine's own programs compiled for GPUs on a machine without one.
 
-    python -m jaxengine.runner.aot_step < cases.json
+    python -m jaxengine.lab.aot.aot_step < cases.json
 
 answers [{"config": config.json's content, "target": "h200", "tokens": .., "rows": ..,
 "decode_only": .., and settings of the mesh}, ...] ("layers": only the first so many) with the
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from jaxengine.pallas_kernels import aot
+from jaxengine.lab.aot import aot
 from jaxengine.platform import has_flag, xla_flags
 
 Case = dict[str, Any]
@@ -32,7 +32,7 @@ def compile_steps(cases: Sequence[Case], *, timeout: float = 1800) -> Iterator[d
         wanted = xla_flags(devices).items()
         flags = [f"--{name}={value}" for name, value in wanted if not has_flag(name)]
         yield from aot.in_processes(
-            "jaxengine.runner.aot_step", list(alike), flags=flags, timeout=timeout
+            "jaxengine.lab.aot.aot_step", list(alike), flags=flags, timeout=timeout
         )
 
 
@@ -52,10 +52,10 @@ def compile_step(case: Case) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from jaxengine.config import ParallelConfig
+    from jaxengine.lab.aot.hlo import overlap_report
     from jaxengine.models.families import spec_from_config
     from jaxengine.models.params import param_shapes, param_specs
     from jaxengine.pallas_kernels import device
-    from jaxengine.parallel.hlo import overlap_report
     from jaxengine.parallel.mesh import make_devices
     from jaxengine.runner.attention import choose_attention
     from jaxengine.runner.divide import cache_spec, divide

@@ -1,6 +1,6 @@
 """Every kernel at a given shape as something to compile, and a process that compiles a list.
 
-    python -m jaxengine.pallas_kernels.aot_cases < cases.json
+    python -m jaxengine.lab.aot.aot_cases < cases.json
 
 reads [{"op": ..., "target": ..., keyword arguments of the op's function below}, ...] and prints
 one JSON object a line as each is done: the report's figures, or "error". Run it by `compile_all`,
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxengine.pallas_kernels import aot
+from jaxengine.lab.aot import aot
 
 Case = dict[str, Any]
 Job = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]  # function, arguments, donated
@@ -201,7 +201,7 @@ def step(*, shape: dict[str, Any], tokens: int, rows: int, blocks: int, page: in
     """A whole single-device step of a dense model."""
     import jax.numpy as jnp
 
-    from jaxengine.pallas_kernels import decode_step as ds
+    from jaxengine.lab.aot import decode_step as ds
     from jaxengine.pallas_kernels.paged_attention.config import default_config
 
     s = ds.StepShape(**shape)
@@ -260,7 +260,7 @@ def compile_case(case: Case) -> dict[str, Any]:
 
 def compile_all(cases: Sequence[Case], *, timeout: float = 600) -> Iterator[dict[str, Any]]:
     """Each case with its figures or "error", compiled in a process of its own: aot.in_processes."""
-    return aot.in_processes("jaxengine.pallas_kernels.aot_cases", cases, timeout=timeout)
+    return aot.in_processes("jaxengine.lab.aot.aot_cases", cases, timeout=timeout)
 
 
 if __name__ == "__main__":
