@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from jaxengine.config import EngineConfig as EngineConfig
     from jaxengine.engine.async_llm import AsyncLLM as AsyncLLM
     from jaxengine.engine.llm import LLM as LLM
-    from jaxengine.frontend.outputs import CompletionOutput as CompletionOutput
-    from jaxengine.frontend.outputs import RequestOutput as RequestOutput
     from jaxengine.sampling_params import SamplingParams as SamplingParams
+    from jaxengine.text.outputs import CompletionOutput as CompletionOutput
+    from jaxengine.text.outputs import RequestOutput as RequestOutput
 
 _HOME = {
     "LLM": "jaxengine.engine.llm",
     "AsyncLLM": "jaxengine.engine.async_llm",
     "SamplingParams": "jaxengine.sampling_params",
     "EngineConfig": "jaxengine.config",
-    "RequestOutput": "jaxengine.frontend.outputs",
-    "CompletionOutput": "jaxengine.frontend.outputs",
+    "RequestOutput": "jaxengine.text.outputs",
+    "CompletionOutput": "jaxengine.text.outputs",
 }
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
 

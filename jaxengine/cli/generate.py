@@ -8,9 +8,9 @@ from jaxengine import garbage
 from jaxengine.cli.preflight import preflight
 from jaxengine.config import EngineConfig
 from jaxengine.engine.llm import LLM
-from jaxengine.frontend.validation import Limits, check_params
 from jaxengine.progress import quiet_below
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.validation import Limits, check_params
 
 SHORT_PROMPT = 160  # bytes, some forty tokens
 

@@ -25,26 +25,26 @@ from jaxengine.engine.dp.orders import Orders
 from jaxengine.engine.front import load_front, off_loop, request_size, served_name
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.stream import Kind, RequestStream
-from jaxengine.frontend.grammars import TooManyGrammarsError
-from jaxengine.frontend.output_processor import OutputProcessor
-from jaxengine.frontend.outputs import EmbeddingOutput, RequestOutput
-from jaxengine.frontend.pooling import (
+from jaxengine.metrics.prometheus import Metrics
+from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.grammars import TooManyGrammarsError
+from jaxengine.text.output_processor import OutputProcessor
+from jaxengine.text.outputs import EmbeddingOutput, RequestOutput
+from jaxengine.text.pooling import (
     check_pooling,
     embedding_of,
     pooling_params,
     pooling_settings,
 )
-from jaxengine.frontend.processor import InputProcessor, Prompt
-from jaxengine.frontend.validation import Limits
-from jaxengine.metrics.prometheus import Metrics
-from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.processor import InputProcessor, Prompt
+from jaxengine.text.validation import Limits
 from jaxengine.wire import frames as wire
 from jaxengine.wire.health import Board
 from jaxengine.wire.messages import EngineOutputs, EngineReady, EngineStats
 
 if TYPE_CHECKING:
     from jaxengine.engine.hub.remote import RemoteGroup
-    from jaxengine.frontend.tokenizer import ChatTemplate, Tokenizer
+    from jaxengine.text.tokenizer import ChatTemplate, Tokenizer
 
 log = logging.getLogger(__name__)
 

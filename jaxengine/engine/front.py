@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxengine.config import EngineConfig
-from jaxengine.frontend.processor import Prompt, generation_override
-from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.processor import Prompt, generation_override
+from jaxengine.text.validation import RequestError
 
 if TYPE_CHECKING:
-    from jaxengine.frontend.tokenizer import ChatTemplate, Tokenizer
+    from jaxengine.text.tokenizer import ChatTemplate, Tokenizer
     from jaxengine.weights.resolve import ModelFiles
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class FrontModel:
 def load_front(config: EngineConfig, skip_tokenizer: bool = False) -> FrontModel:
     """Read tokenizer, chat template and sampling defaults, for whichever face asks. Raises
     ValueError naming the file or setting, and OSError."""
-    from jaxengine.frontend.tokenizer import load_tokenizer
+    from jaxengine.text.tokenizer import load_tokenizer
     from jaxengine.weights.resolve import resolve_model
 
     model = config.model

@@ -13,10 +13,10 @@ from jaxengine.sched.request import Request
 from jaxengine.wire.messages import EngineRequest
 
 if TYPE_CHECKING:
-    from jaxengine.frontend.tokenizer import Tokenizer
     from jaxengine.structured.compiler import GrammarCompiler
     from jaxengine.structured.matcher import Matcher
     from jaxengine.structured.thinking import ThoughtLimit
+    from jaxengine.text.tokenizer import Tokenizer
 
 
 class Grammars:
@@ -106,7 +106,7 @@ class Grammars:
 
     def _get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            from jaxengine.frontend.tokenizer import load_tokenizer
+            from jaxengine.text.tokenizer import load_tokenizer
             from jaxengine.weights.resolve import resolve_model
 
             model = self._config.model

@@ -9,10 +9,10 @@ from typing import Protocol
 from jaxengine.engine.admission import WaitingRoom
 from jaxengine.engine.dp.balancer import ANYWHERE, Placement
 from jaxengine.engine.stream import Kind, RequestStream
-from jaxengine.frontend.output_processor import OutputProcessor
-from jaxengine.frontend.outputs import RequestOutput
-from jaxengine.frontend.processor import ProcessedRequest
 from jaxengine.metrics.prometheus import Metrics
+from jaxengine.text.output_processor import OutputProcessor
+from jaxengine.text.outputs import RequestOutput
+from jaxengine.text.processor import ProcessedRequest
 from jaxengine.wire.messages import EngineOutput, EngineRequest
 
 

@@ -21,23 +21,23 @@ from tqdm import tqdm
 
 from jaxengine.config import EngineConfig, template_kwargs
 from jaxengine.engine.front import FrontModel, load_front, read_template
-from jaxengine.frontend.display import llm_html
-from jaxengine.frontend.output_processor import OutputProcessor
-from jaxengine.frontend.outputs import EmbeddingOutput, OutputKind, RequestOutput
-from jaxengine.frontend.pooling import (
+from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.display import llm_html
+from jaxengine.text.output_processor import OutputProcessor
+from jaxengine.text.outputs import EmbeddingOutput, OutputKind, RequestOutput
+from jaxengine.text.pooling import (
     check_pooling,
     embedding_of,
     pooling_params,
     pooling_settings,
 )
-from jaxengine.frontend.processor import InputProcessor, ProcessedRequest, Prompt
-from jaxengine.frontend.validation import Limits, RequestError
-from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.processor import InputProcessor, ProcessedRequest, Prompt
+from jaxengine.text.validation import Limits, RequestError
 from jaxengine.vllm_names import note_vllm_environment
 from jaxengine.wire.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 
 if TYPE_CHECKING:
-    from jaxengine.frontend.tokenizer import Tokenizer
+    from jaxengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ class LLM:
     def _render(
         self, messages: Sequence[Message], template: str | None, options: Mapping[str, Any]
     ) -> Prompt:
-        from jaxengine.frontend.chat_template import ChatTemplateError, render_conversation
+        from jaxengine.text.chat_template import ChatTemplateError, render_conversation
 
         tokenizer = self.get_tokenizer()
         chosen = self._front.chat_template if template is None else read_template(template)

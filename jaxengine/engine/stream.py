@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
-from jaxengine.frontend.outputs import RequestOutput, merge_deltas
+from jaxengine.text.outputs import RequestOutput, merge_deltas
 
 Kind = Literal["delta", "cumulative", "final"]
 

@@ -9,8 +9,6 @@ from functools import partial
 from msgspec.structs import replace
 
 from jaxengine.engine.async_llm import AsyncLLM
-from jaxengine.frontend.reasoning import FINAL, AnswerGate, Start, thinking_start
-from jaxengine.frontend.tokenizer import Tokenizer
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answers import Style, is_harmony, make_parser, markers
 from jaxengine.server.constraints import field_of
@@ -18,6 +16,8 @@ from jaxengine.server.errors import ApiError
 from jaxengine.server.protocol import ChatBody
 from jaxengine.server.tool_grammar import after_reasoning, enforced_calls, free_calls
 from jaxengine.server.tools import ToolChoice
+from jaxengine.text.reasoning import FINAL, AnswerGate, Start, thinking_start
+from jaxengine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,23 @@ from itertools import groupby
 from msgspec import UNSET
 
 from jaxengine.config import HARMONY_PARSERS, ServerConfig
-from jaxengine.frontend.reasoning import Harmony, Start, Think
-from jaxengine.frontend.reasoning.think import BEGIN as THINK
-from jaxengine.frontend.reasoning.think import END as THOUGHT
-from jaxengine.frontend.tools import (
+from jaxengine.server.responses import Delta, FunctionCall, Message, ToolCall
+from jaxengine.server.tools import ToolChoice
+from jaxengine.text.reasoning import Harmony, Start, Think
+from jaxengine.text.reasoning.think import BEGIN as THINK
+from jaxengine.text.reasoning.think import END as THOUGHT
+from jaxengine.text.tools import (
     NamedCall,
     Plain,
     RequiredCalls,
     make_tool_parser,
 )
-from jaxengine.frontend.tools.base import Event, Parser
-from jaxengine.frontend.tools.hermes import BEGIN as CALL
-from jaxengine.frontend.tools.hermes import END as CALLED
-from jaxengine.frontend.tools.llama3_json import PYTHON_TAG
-from jaxengine.frontend.tools.mistral import ARGS, CALL_ID
-from jaxengine.frontend.tools.mistral import BEGIN as TOOL_CALLS
-from jaxengine.server.responses import Delta, FunctionCall, Message, ToolCall
-from jaxengine.server.tools import ToolChoice
+from jaxengine.text.tools.base import Event, Parser
+from jaxengine.text.tools.hermes import BEGIN as CALL
+from jaxengine.text.tools.hermes import END as CALLED
+from jaxengine.text.tools.llama3_json import PYTHON_TAG
+from jaxengine.text.tools.mistral import ARGS, CALL_ID
+from jaxengine.text.tools.mistral import BEGIN as TOOL_CALLS
 
 
 def is_harmony(config: ServerConfig) -> bool:

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 import jaxengine
 from jaxengine.engine.async_llm import UnavailableError, off_loop
-from jaxengine.frontend.validation import check_text, check_token_ids
 from jaxengine.metrics.prometheus import CONTENT_TYPE, with_vllm_names
 from jaxengine.server import page
 from jaxengine.server.chat import render
@@ -20,6 +19,7 @@ from jaxengine.server.openapi import Responses, answers
 from jaxengine.server.protocol import DetokenizeBody, TokenizeBody
 from jaxengine.server.state import LONGEST, check_length, check_model, engine_of, state_of
 from jaxengine.server.tools import check_tools
+from jaxengine.text.validation import check_text, check_token_ids
 
 router = APIRouter()
 

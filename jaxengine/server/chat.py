@@ -13,8 +13,6 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream, off_loop
-from jaxengine.frontend.outputs import CompletionOutput, usage
-from jaxengine.frontend.validation import TOO_LONG, RequestError
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server import legacy_functions
 from jaxengine.server.answer_plan import plan_answer
@@ -47,6 +45,8 @@ from jaxengine.server.sse import DONE, event, sse_response
 from jaxengine.server.state import body_size, check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
 from jaxengine.server.tools import ToolChoice, tool_choice
+from jaxengine.text.outputs import CompletionOutput, usage
+from jaxengine.text.validation import TOO_LONG, RequestError
 
 __all__ = ["ChatStream", "open_chat", "render", "router", "run_chat"]
 

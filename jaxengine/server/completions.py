@@ -11,10 +11,6 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from jaxengine.engine.async_llm import AsyncLLM, RequestStream, off_loop
-from jaxengine.frontend.logprobs import PositionLogprobs
-from jaxengine.frontend.outputs import CompletionOutput, RequestOutput, Usage, usage
-from jaxengine.frontend.processor import Prompt
-from jaxengine.frontend.validation import MAX_N, MAX_PROMPTS
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.constraints import field_of
 from jaxengine.server.errors import ApiError
@@ -37,6 +33,10 @@ from jaxengine.server.responses import (
 from jaxengine.server.sse import DONE, event, sse_response
 from jaxengine.server.state import body_size, check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
+from jaxengine.text.logprobs import PositionLogprobs
+from jaxengine.text.outputs import CompletionOutput, RequestOutput, Usage, usage
+from jaxengine.text.processor import Prompt
+from jaxengine.text.validation import MAX_N, MAX_PROMPTS
 
 router = APIRouter()
 

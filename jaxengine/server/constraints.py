@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.server.errors import ApiError
 from jaxengine.structured import check_structured, from_response_format
+from jaxengine.text.validation import RequestError
 
 Constraint = StructuredOutputsParams | None
 

@@ -12,15 +12,15 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 from jaxengine.engine.async_llm import AsyncLLM, Placement, off_loop
-from jaxengine.frontend.outputs import EmbeddingOutput
-from jaxengine.frontend.pooling import embedding_of, pooling_params, pooling_settings
-from jaxengine.frontend.processor import Prompt
-from jaxengine.frontend.validation import MAX_PROMPTS, RequestError
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import EMBEDDING, check_extra
 from jaxengine.server.openapi import answers
 from jaxengine.server.state import check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import final_outputs, unless_hangup
+from jaxengine.text.outputs import EmbeddingOutput
+from jaxengine.text.pooling import embedding_of, pooling_params, pooling_settings
+from jaxengine.text.processor import Prompt
+from jaxengine.text.validation import MAX_PROMPTS, RequestError
 
 router = APIRouter()
 

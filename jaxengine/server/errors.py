@@ -18,8 +18,8 @@ from jaxengine.engine.async_llm import (
     ShuttingDownError,
     UnavailableError,
 )
-from jaxengine.frontend.chat_template import ChatTemplateError
-from jaxengine.frontend.validation import RequestError
+from jaxengine.text.chat_template import ChatTemplateError
+from jaxengine.text.validation import RequestError
 
 log = logging.getLogger(__name__)
 

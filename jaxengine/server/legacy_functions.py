@@ -10,10 +10,10 @@ from typing import Any
 
 from msgspec import UNSET
 
-from jaxengine.frontend.validation import RequestError
 from jaxengine.server.errors import ApiError
 from jaxengine.server.protocol import ChatBody
 from jaxengine.server.responses import Delta, FunctionCall, Message
+from jaxengine.text.validation import RequestError
 
 
 def uses_functions(body: ChatBody) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxengine.frontend.logprobs import Logprob, PositionLogprobs
 from jaxengine.server.responses import (
     ChatLogprob,
     ChatLogprobs,
     CompletionLogprobs,
     TopLogprob,
 )
+from jaxengine.text.logprobs import Logprob, PositionLogprobs
 
 
 def _text(token_id: int, entry: Logprob, as_ids: bool) -> str:

@@ -13,14 +13,14 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from jaxengine.engine.async_llm import AsyncLLM, off_loop
-from jaxengine.frontend.chat_template import ChatTemplateError
-from jaxengine.frontend.validation import RequestError
 from jaxengine.server.errors import ApiError, to_api_error
 from jaxengine.server.protocol import ChatBody
 from jaxengine.server.render import render
 from jaxengine.server.responses import ChatLogprob, ChatLogprobs, Delta, Message
 from jaxengine.server.state import check_length
 from jaxengine.server.tools import tool_choice
+from jaxengine.text.chat_template import ChatTemplateError
+from jaxengine.text.validation import RequestError
 
 # fields beyond those of the two APIs, taken as in chat completions
 SAMPLING_FIELDS = (

@@ -8,17 +8,17 @@ from typing import Any
 from jaxengine.config import template_kwargs
 from jaxengine.engine.async_llm import AsyncLLM, off_loop
 from jaxengine.engine.front import UNKNOWN
-from jaxengine.frontend.chat_template import (
+from jaxengine.server.errors import ApiError
+from jaxengine.server.protocol import ChatBody, TokenizeBody
+from jaxengine.server.state import LONGEST
+from jaxengine.text.chat_template import (
     ChatTemplateError,
     pick_template,
     render_conversation,
     takes_tools,
 )
-from jaxengine.frontend.tools.describe import with_description
-from jaxengine.frontend.validation import check_text
-from jaxengine.server.errors import ApiError
-from jaxengine.server.protocol import ChatBody, TokenizeBody
-from jaxengine.server.state import LONGEST
+from jaxengine.text.tools.describe import with_description
+from jaxengine.text.validation import check_text
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED = {

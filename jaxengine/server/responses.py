@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxengine.frontend.outputs import Usage
+from jaxengine.text.outputs import Usage
 
 
 class PromptDetails(msgspec.Struct):

@@ -11,13 +11,13 @@ from fastapi import Request
 
 from jaxengine.engine.admission import OVERLOADED, UNAVAILABLE
 from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream
-from jaxengine.frontend.outputs import RequestOutput
-from jaxengine.frontend.processor import Prompt
-from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.constraints import field_of, named_as_given
 from jaxengine.server.errors import ApiError, ClientGone
 from jaxengine.server.protocol import SamplingBody
+from jaxengine.text.outputs import RequestOutput
+from jaxengine.text.processor import Prompt
+from jaxengine.text.validation import RequestError
 from jaxengine.wire.messages import INVALID_REQUEST
 
 _TURN = 16  # prompts admitted before other tasks get the event loop

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxengine.config import HARMONY_PARSERS
-from jaxengine.frontend.reasoning import Start
-from jaxengine.frontend.tools.hermes import BEGIN, END
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.server.call_grammars import MAKERS, Calls
 from jaxengine.server.errors import ApiError
@@ -17,6 +15,8 @@ from jaxengine.server.tools import ToolChoice
 from jaxengine.structured.schema import parse_schema
 from jaxengine.structured.structural_tag import json_expression as _json
 from jaxengine.structured.structural_tag import slashes, structural_tag_grammar
+from jaxengine.text.reasoning import Start
+from jaxengine.text.tools.hermes import BEGIN, END
 
 # How calls are written, of the parsers whose calls a grammar can tell from other text by their
 # first characters: the tag before one, the arguments' key, the tag behind one.

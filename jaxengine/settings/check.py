@@ -232,11 +232,11 @@ def _check_json(config: EngineConfig) -> None:
 
     cache, model, fault = config.cache, config.model, config.fault
     if model.pooler_config is not None:
-        from jaxengine.frontend.pooling import pooling_settings
+        from jaxengine.text.pooling import pooling_settings
 
         pooling_settings(model.pooler_config)
     if model.override_generation_config is not None:
-        from jaxengine.frontend.processor import generation_override
+        from jaxengine.text.processor import generation_override
 
         generation_override(model.override_generation_config)
     if cache.kv_transfer_config is not None or cache.kv_offloading_size is not None:

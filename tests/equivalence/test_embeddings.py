@@ -12,13 +12,13 @@ from testdata import GOLDENS
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.engine.core import EngineCore
-from jaxengine.frontend.pooling import pooling_params, pooling_settings
-from jaxengine.frontend.validation import RequestError
 from jaxengine.runner.forward import forward
 from jaxengine.runner.state import new_state
 from jaxengine.sched.batch import pack
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
+from jaxengine.text.pooling import pooling_params, pooling_settings
+from jaxengine.text.validation import RequestError
 
 LLAMA = GOLDENS / "llama"
 RNG = np.random.default_rng(5)

@@ -18,8 +18,8 @@ from testdata import GOLDENS
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM, Placement, UnavailableError
 from jaxengine.engine.stub import canned_tokens
-from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.outputs import RequestOutput
 from jaxengine.wire import frames as wire
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=1)

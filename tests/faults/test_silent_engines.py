@@ -25,9 +25,9 @@ from jaxengine.engine.hub.hub import Hub
 from jaxengine.engine.hub.messages import Report
 from jaxengine.engine.hub.remote import RemoteGroup
 from jaxengine.engine.stub import canned_tokens
-from jaxengine.frontend.outputs import RequestOutput
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.outputs import RequestOutput
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import EngineOutputs
 

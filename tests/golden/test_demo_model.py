@@ -7,9 +7,9 @@ from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.frontend.chat_template import render_messages
-from jaxengine.frontend.tokenizer import load_tokenizer
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.chat_template import render_messages
+from jaxengine.text.tokenizer import load_tokenizer
 from jaxengine.weights.resolve import resolve_model
 from jaxengine.wire.messages import EngineRequest
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.stub import StubEngineCore
-from jaxengine.frontend.tokenizer import load_tokenizer
+from jaxengine.text.tokenizer import load_tokenizer
 from jaxengine.weights.resolve import resolve_model
 from jaxengine.wire.messages import EngineOutput, EngineRequest
 

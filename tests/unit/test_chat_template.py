@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import testdata
 
-from jaxengine.frontend.chat_template import (
+from jaxengine.text.chat_template import (
     ChatTemplateError,
     normalize_messages,
     pick_template,

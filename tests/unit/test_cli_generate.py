@@ -9,7 +9,7 @@ import pytest
 from jaxengine.cli import generate
 from jaxengine.config import EngineConfig
 from jaxengine.engine.llm import LLM
-from jaxengine.frontend.outputs import CompletionOutput, RequestOutput
+from jaxengine.text.outputs import CompletionOutput, RequestOutput
 
 
 class FakeLLM:

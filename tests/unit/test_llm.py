@@ -16,9 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.llm import LLM, read_template
-from jaxengine.frontend.tokenizer import Tokenizer
-from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.tokenizer import Tokenizer
+from jaxengine.text.validation import RequestError
 from jaxengine.wire.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -340,7 +340,7 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_import_needs_no_server_and_no_device() -> None:
     code = (
-        "import sys, jaxengine.engine.llm, jaxengine.frontend.output_processor;"
+        "import sys, jaxengine.engine.llm, jaxengine.text.output_processor;"
         "print([m for m in ('zmq', 'fastapi', 'jax') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -14,9 +14,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Tk
 from tokenizers.processors import TemplateProcessing
 
-from jaxengine.frontend.chat_template import render_messages
-from jaxengine.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.text.chat_template import render_messages
+from jaxengine.text.tokenizer import Tokenizer, load_tokenizer
 from jaxengine.weights.resolve import ModelFiles
 
 BOS, EOS, TURN = 256, 257, 258
@@ -141,7 +141,7 @@ def test_shared_goldens_have_no_tokenizer() -> None:
 
 def test_frontend_imports_no_jax() -> None:
     code = (
-        "import sys; import jaxengine.frontend.tokenizer, jaxengine.frontend.chat_template; "
+        "import sys; import jaxengine.text.tokenizer, jaxengine.text.chat_template; "
         "import jaxengine.weights.load, jaxengine.models.families; "
         "print([m for m in ('jax', 'jaxlib', 'torch') if m in sys.modules])"
     )

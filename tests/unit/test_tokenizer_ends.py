@@ -11,9 +11,9 @@ import gguf
 import pytest
 from test_tokenizer import BOS, EOS, TURN, write
 
-from jaxengine.frontend.gguf_tokenizer import build_tokenizer, eos_token_ids
-from jaxengine.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxengine.models.errors import ModelLoadError
+from jaxengine.text.gguf_tokenizer import build_tokenizer, eos_token_ids
+from jaxengine.text.tokenizer import Tokenizer, load_tokenizer
 from jaxengine.weights.generation import warn_once
 from jaxengine.weights.resolve import resolve_model
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from testdata import GOLDENS, find
 
-from jaxengine.frontend.chat_template import render_messages
-from jaxengine.frontend.gguf_tokenizer import build_tokenizer
-from jaxengine.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.text.chat_template import render_messages
+from jaxengine.text.gguf_tokenizer import build_tokenizer
+from jaxengine.text.tokenizer import Tokenizer, load_tokenizer
 from jaxengine.weights.gguf import gguf_metadata
 from jaxengine.weights.resolve import ModelFiles, resolve_model
 

@@ -10,10 +10,10 @@ import gguf
 import pytest
 from test_tokenizer import BOS, EOS, TEMPLATE, files, write
 
-from jaxengine.frontend.chat_template import render_messages
-from jaxengine.frontend.stored_templates import gguf_template
-from jaxengine.frontend.tokenizer import load_tokenizer
 from jaxengine.models.errors import ModelLoadError
+from jaxengine.text.chat_template import render_messages
+from jaxengine.text.stored_templates import gguf_template
+from jaxengine.text.tokenizer import load_tokenizer
 from jaxengine.weights.resolve import resolve_model
 
 MARK = "\ufeff"

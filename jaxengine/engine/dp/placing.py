@@ -11,7 +11,7 @@ from jaxengine.engine.admission import UnavailableError
 from jaxengine.engine.client import EngineClient, EngineDeadError
 from jaxengine.engine.dp.balancer import ANYWHERE, Balancer, Placement, prefix_key
 from jaxengine.engine.dp.routes import Route, Routes
-from jaxengine.frontend.validation import RequestError
+from jaxengine.text.validation import RequestError
 from jaxengine.wire.health import Board
 from jaxengine.wire.messages import EngineOutput, EngineRequest
 

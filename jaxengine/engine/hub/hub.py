@@ -32,8 +32,8 @@ from jaxengine.engine.dp.group import EngineGroup
 from jaxengine.engine.fault.silence import TICK, Silence
 from jaxengine.engine.hub import messages as hub
 from jaxengine.executor.fault_settings import silence_limit
-from jaxengine.frontend.validation import RequestError
 from jaxengine.metrics.prometheus import Metrics
+from jaxengine.text.validation import RequestError
 from jaxengine.wire.messages import (
     EngineOutput,
     EngineOutputs,

@@ -15,10 +15,10 @@ from typing import Any
 from jaxengine import platform
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.frontend.tokenizer import load_tokenizer
 from jaxengine.lab.bench import machine, results
 from jaxengine.lab.bench.flags import add_output, new_parser
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.tokenizer import load_tokenizer
 from jaxengine.weights.resolve import resolve_model
 from jaxengine.wire.messages import EngineRequest
 

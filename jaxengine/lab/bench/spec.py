@@ -121,7 +121,7 @@ def _prompts(args: argparse.Namespace, core: EngineCore, count: int) -> list[lis
         rng = np.random.default_rng(0)
         vocab = core.built.spec.vocab_size
         return [rng.integers(3, vocab, 128).tolist() for _ in range(count)]
-    from jaxengine.frontend.tokenizer import load_tokenizer
+    from jaxengine.text.tokenizer import load_tokenizer
     from jaxengine.weights.resolve import resolve_model
 
     files = resolve_model(args.model)

@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxengine import platform
 from jaxengine.engine.core import EngineCore
-from jaxengine.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxengine.lab.bench import results
 from jaxengine.lab.bench.batch import random_prompts, run_batch
 from jaxengine.lab.bench.datasets import BenchRequest, prompt_tokens
@@ -30,6 +29,7 @@ from jaxengine.lab.bench.flags import (
 from jaxengine.lab.bench.floor import decode_floor, prefill_seconds
 from jaxengine.lab.bench.machine import Machine, measure
 from jaxengine.lab.bench.workload import add_dataset, dataset_requests
+from jaxengine.text.tokenizer import Tokenizer, load_tokenizer
 from jaxengine.weights.resolve import resolve_model
 
 

@@ -119,7 +119,7 @@ def token_counter(name: str | None) -> Callable[[str], int] | None:
     """Tokens of a text by a model's tokenizer; None without a name. Raises ValueError."""
     if name is None:
         return None
-    from jaxengine.frontend.tokenizer import load_tokenizer
+    from jaxengine.text.tokenizer import load_tokenizer
     from jaxengine.weights.resolve import ModelFiles, resolve_model
 
     if name == "demo":

@@ -147,7 +147,7 @@ def encode(llm: LLM, prompt: Prompt) -> list[int]:
         ) from error
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    from jaxengine.frontend.chat_template import ChatTemplateError, render_messages
+    from jaxengine.text.chat_template import ChatTemplateError, render_messages
 
     messages: list[Any] = list(prompt)
     try:

@@ -239,7 +239,7 @@ def _kv_shapes(step: StepConfig, dtype: Any) -> KV:
 def _common_vocabulary(files: ModelFiles, spec: DecoderSpec, target: Target) -> int:
     """How many ids mean the same in both models: all that both have (embeddings may be padded
     differently). Raises ValueError when some id does not, or cannot be compared."""
-    from jaxengine.frontend.tokenizer import load_tokenizer
+    from jaxengine.text.tokenizer import load_tokenizer
 
     what = f"speculative_config.model {files.path}"
     vocabularies = []

@@ -18,8 +18,8 @@ from jaxengine.engine.client import EngineDeadError, EngineStartError
 from jaxengine.engine.dp.balancer import Placement
 from jaxengine.engine.dp.group import EngineGroup
 from jaxengine.engine.dp.orders import Orders
-from jaxengine.frontend.validation import RequestError
 from jaxengine.sampling_params import StructuredOutputsParams
+from jaxengine.text.validation import RequestError
 from jaxengine.wire.messages import (
     EngineOutput,
     EngineOutputs,

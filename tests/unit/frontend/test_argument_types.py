@@ -10,7 +10,7 @@ from test_broken_calls import STRING, TOOLS, call, parser, xml
 from test_call_properties import calls_in, tool, whole_and_cut
 from test_tool_parsers import read
 
-from jaxengine.frontend.tools import NamedCall, Parser, RequiredCalls, make_tool_parser
+from jaxengine.text.tools import NamedCall, Parser, RequiredCalls, make_tool_parser
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from test_call_properties import calls_in, tool, whole_and_cut
 from test_tool_parsers import Found
 
-from jaxengine.frontend.tools import NamedCall, Parser, RequiredCalls, make_tool_parser
+from jaxengine.text.tools import NamedCall, Parser, RequiredCalls, make_tool_parser
 
 STRING = {"type": "string"}
 TOOLS = [

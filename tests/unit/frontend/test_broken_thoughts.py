@@ -10,8 +10,8 @@ from test_broken_calls import TOOLS, WHOLE, call
 from test_call_properties import whole_and_cut
 from test_tool_parsers import Found, read
 
-from jaxengine.frontend.reasoning import AnswerGate, Harmony, Start, Think
-from jaxengine.frontend.tools import Plain, make_tool_parser
+from jaxengine.text.reasoning import AnswerGate, Harmony, Start, Think
+from jaxengine.text.tools import Plain, make_tool_parser
 
 F = ["call", "f", '{"a": "x"}']
 JSON = call('{"a": "x"}')

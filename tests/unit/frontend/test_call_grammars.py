@@ -14,13 +14,13 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxengine.frontend.reasoning import Harmony
-from jaxengine.frontend.tools import make_tool_parser
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.server.errors import ApiError
 from jaxengine.server.tool_grammar import free_calls
 from jaxengine.server.tools import ToolChoice
 from jaxengine.structured.probe import BYTES, ByteTokenizer, build, limits
+from jaxengine.text.reasoning import Harmony
+from jaxengine.text.tools import make_tool_parser
 
 HARMONY = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"]
 MARKS = [*HARMONY, "[TOOL_CALLS]", "[ARGS]"]

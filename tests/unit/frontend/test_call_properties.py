@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tool_parsers import Found, read
 
-from jaxengine.frontend.reasoning import AnswerGate, Harmony, Think
-from jaxengine.frontend.tools import NamedCall, Parser, Plain, RequiredCalls, make_tool_parser
+from jaxengine.text.reasoning import AnswerGate, Harmony, Think
+from jaxengine.text.tools import NamedCall, Parser, Plain, RequiredCalls, make_tool_parser
 
 STRING = {"type": "string"}
 

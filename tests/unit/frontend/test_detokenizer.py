@@ -10,10 +10,10 @@ import testdata
 from tokenizers import Tokenizer as HFTokenizer
 from toys import byte_char, byte_tokenizer, joined, run, sp_tokenizer
 
-from jaxengine.frontend.detokenizer import TokenBytes, WindowDetokenizer, make_detokenizer
-from jaxengine.frontend.detokenizer import token_bytes as byte_table
-from jaxengine.frontend.gguf_tokenizer import build_tokenizer
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.detokenizer import TokenBytes, WindowDetokenizer, make_detokenizer
+from jaxengine.text.detokenizer import token_bytes as byte_table
+from jaxengine.text.gguf_tokenizer import build_tokenizer
 from jaxengine.weights.gguf import gguf_metadata
 
 BYTES = byte_tokenizer()

@@ -8,12 +8,12 @@ from concurrent.futures import Future
 import pytest
 from toys import BYTE_VOCAB, byte_tokenizer
 
-from jaxengine.frontend import grammars
-from jaxengine.frontend.grammars import GrammarChecks, TooManyGrammarsError
-from jaxengine.frontend.processor import InputProcessor
-from jaxengine.frontend.validation import Limits, RequestError
 from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxengine.structured import GrammarError, Spec
+from jaxengine.text import grammars
+from jaxengine.text.grammars import GrammarChecks, TooManyGrammarsError
+from jaxengine.text.processor import InputProcessor
+from jaxengine.text.validation import Limits, RequestError
 
 
 def _params(**constraint: object) -> SamplingParams:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from toys import BYTE_VOCAB, byte_char, byte_tokenizer, joined, run, sp_tokenizer
 
-from jaxengine.frontend.logprobs import FLOOR, TokenTexts, position_logprobs
-from jaxengine.frontend.output_processor import OutputProcessor
-from jaxengine.frontend.outputs import RequestOutput, merge_deltas, usage
-from jaxengine.frontend.processor import InputProcessor, ProcessedRequest
-from jaxengine.frontend.validation import Limits
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.logprobs import FLOOR, TokenTexts, position_logprobs
+from jaxengine.text.output_processor import OutputProcessor
+from jaxengine.text.outputs import RequestOutput, merge_deltas, usage
+from jaxengine.text.processor import InputProcessor, ProcessedRequest
+from jaxengine.text.validation import Limits
 from jaxengine.wire.messages import EngineOutput, TokenLogprobs
 
 TOY = byte_tokenizer()

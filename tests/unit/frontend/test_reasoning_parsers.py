@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tool_parsers import TOOLS, Found, check, cut, read
 
-from jaxengine.frontend.reasoning import Harmony, Start, Think, thinking_start
-from jaxengine.frontend.tools import Plain, make_tool_parser
+from jaxengine.text.reasoning import Harmony, Start, Think, thinking_start
+from jaxengine.text.tools import Plain, make_tool_parser
 
 CALL = '<tool_call>{"name":"f"}</tool_call>'
 CASES: list[tuple[Start, str, Found]] = [

@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxengine.frontend.thinking import thinking_budget
-from jaxengine.frontend.tokenizer import Tokenizer
-from jaxengine.frontend.validation import RequestError
+from jaxengine.text.thinking import thinking_budget
+from jaxengine.text.tokenizer import Tokenizer
+from jaxengine.text.validation import RequestError
 
 
 def tokenizer(*specials: str) -> Tokenizer:

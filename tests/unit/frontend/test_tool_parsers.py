@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxengine.frontend.tools import NamedCall, Parser, RequiredCalls, make_tool_parser
-from jaxengine.frontend.tools.base import first_of, held
-from jaxengine.frontend.tools.llama3_json import PYTHON_TAG
+from jaxengine.text.tools import NamedCall, Parser, RequiredCalls, make_tool_parser
+from jaxengine.text.tools.base import first_of, held
+from jaxengine.text.tools.llama3_json import PYTHON_TAG
 
 _PROPERTIES = {
     "a": {"type": "integer"},

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxengine.frontend.validation import (
+from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxengine.text.validation import (
     Limits,
     RequestError,
     check_cache_salt,
@@ -18,7 +19,6 @@ from jaxengine.frontend.validation import (
     check_structured_outputs,
     fit_to_context,
 )
-from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
 
 V = 1000
 LIMITS = Limits(max_model_len=64, vocab_size=V, max_logprobs=20)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from jaxengine.frontend.output_processor import OutputProcessor
-from jaxengine.frontend.outputs import RequestOutput
-from jaxengine.frontend.processor import InputProcessor
-from jaxengine.frontend.validation import Limits
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.text.output_processor import OutputProcessor
+from jaxengine.text.outputs import RequestOutput
+from jaxengine.text.processor import InputProcessor
+from jaxengine.text.validation import Limits
 from jaxengine.wire.messages import EngineOutput
 
 BYTE_VOCAB = 300  # logits wider than the tokenizer

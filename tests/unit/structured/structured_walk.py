@@ -11,11 +11,11 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxengine.frontend.tokenizer import load_tokenizer
 from jaxengine.sched.grammar import Grammar
 from jaxengine.structured import GrammarCompiler
 from jaxengine.structured.matcher import Matcher
 from jaxengine.structured.spec import Spec
+from jaxengine.text.tokenizer import load_tokenizer
 from jaxengine.weights.resolve import resolve_model
 
 PAD = 37  # logits wider than the vocabulary
