@@ -87,7 +87,7 @@ def serve(config: EngineConfig, core: str = wire.DEFAULT_CORE) -> int:
         return EXIT_ERROR
     try:
         if count > 1:
-            from jaxengine.server.many import supervise
+            from jaxengine.server.processes import supervise
 
             return uvicorn_loop().run(supervise(config, core, listeners, metrics))
         return uvicorn_loop().run(_serve_alone(config, core, listeners[0], metrics))
