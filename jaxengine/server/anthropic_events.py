@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from jaxengine.server.pieces import Piece
+from jaxengine.server.answer.pieces import Piece
 from jaxengine.server.responses import UsageBody
 
 _encode = msgspec.json.Encoder().encode

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from jaxengine.server.answer.pieces import SAMPLING_FIELDS, sampling_extras
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import MESSAGES, check_extra, note_left_out
-from jaxengine.server.pieces import SAMPLING_FIELDS, sampling_extras
 from jaxengine.server.protocol import Number
 
 # the chat's field -> what the client wrote

@@ -12,13 +12,13 @@ from msgspec.json import encode
 from starlette.responses import Response
 
 from jaxengine.engine.async_llm import off_loop
+from jaxengine.server.answer.pieces import chat_body, count_prompt, pieces_of, renamed
 from jaxengine.server.anthropic_errors import PATH, anthropic_error, anthropic_error_body
 from jaxengine.server.anthropic_events import Writer
 from jaxengine.server.anthropic_input import FIELD_NAMES, CountBody, MessagesBody, chat_fields
 from jaxengine.server.chat import ChatStream, open_chat, run_chat
 from jaxengine.server.errors import ApiError, ClientGone, to_api_error
 from jaxengine.server.openapi import AnthropicErrorBody, answers, streamed
-from jaxengine.server.pieces import chat_body, count_prompt, pieces_of, renamed
 from jaxengine.server.responses import UsageBody
 from jaxengine.server.sse import sse_response
 from jaxengine.server.state import body_size, check_model, engine_of, request_id_of, state_of

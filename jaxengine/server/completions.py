@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from jaxengine.engine.async_llm import AsyncLLM, RequestStream, off_loop
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.constraints import field_of
+from jaxengine.server.answer.constraints import field_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.logprobs import completion_logprobs, prompt_logprobs_body
 from jaxengine.server.openapi import reference, streamed

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from jaxengine.server.answer.pieces import SAMPLING_FIELDS, sampling_extras
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import RESPONSES, check_extra, note_left_out
-from jaxengine.server.pieces import SAMPLING_FIELDS, sampling_extras
 from jaxengine.server.protocol import Number
 
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")

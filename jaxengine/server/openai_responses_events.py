@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from jaxengine.server.answer.pieces import Piece
 from jaxengine.server.errors import ApiError
-from jaxengine.server.pieces import Piece
 
 _encode = msgspec.json.Encoder().encode
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from jaxengine.config import ServerConfig
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.constraints import constraint_of
+from jaxengine.server.answer.constraints import constraint_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import COMPLETION, check_extra
 

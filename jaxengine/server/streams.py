@@ -12,7 +12,7 @@ from fastapi import Request
 from jaxengine.engine.admission import OVERLOADED, UNAVAILABLE
 from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.constraints import field_of, named_as_given
+from jaxengine.server.answer.constraints import field_of, named_as_given
 from jaxengine.server.errors import ApiError, ClientGone
 from jaxengine.server.protocol import SamplingBody
 from jaxengine.text.outputs import RequestOutput

@@ -15,9 +15,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxengine.sampling_params import StructuredOutputsParams
+from jaxengine.server.answer.tool_grammar import free_calls
+from jaxengine.server.answer.tools import ToolChoice
 from jaxengine.server.errors import ApiError
-from jaxengine.server.tool_grammar import free_calls
-from jaxengine.server.tools import ToolChoice
 from jaxengine.structured.probe import BYTES, ByteTokenizer, build, limits
 from jaxengine.text.reasoning import Harmony
 from jaxengine.text.tools import make_tool_parser

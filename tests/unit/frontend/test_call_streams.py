@@ -10,7 +10,7 @@ from test_broken_calls import TOOLS, WHOLE, call, parser, xml
 from test_call_properties import calls_in
 from test_tool_parsers import read
 
-from jaxengine.server.answers import Answer, Style
+from jaxengine.server.answer.answers import Answer, Style
 from jaxengine.text.reasoning import Start, Think
 from jaxengine.text.tools import Parser, make_tool_parser
 

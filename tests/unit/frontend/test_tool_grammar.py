@@ -9,9 +9,9 @@ import llguidance
 import pytest
 
 from jaxengine.sampling_params import StructuredOutputsParams
+from jaxengine.server.answer.tool_grammar import after_reasoning, enforced_calls, free_calls
+from jaxengine.server.answer.tools import ToolChoice
 from jaxengine.server.errors import ApiError
-from jaxengine.server.tool_grammar import after_reasoning, enforced_calls, free_calls
-from jaxengine.server.tools import ToolChoice
 from jaxengine.structured.probe import BYTES, ByteTokenizer, build, limits
 
 _small: Any = ByteTokenizer()

@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxengine.config import HARMONY_PARSERS
 from jaxengine.sampling_params import StructuredOutputsParams
-from jaxengine.server.call_grammars import MAKERS, Calls
+from jaxengine.server.answer.call_grammars import MAKERS, Calls
+from jaxengine.server.answer.tools import ToolChoice
 from jaxengine.server.errors import ApiError
-from jaxengine.server.tools import ToolChoice
 from jaxengine.structured.schema import parse_schema
 from jaxengine.structured.structural_tag import json_expression as _json
 from jaxengine.structured.structural_tag import slashes, structural_tag_grammar

@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from jaxengine.engine.async_llm import AsyncLLM
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.answers import Style, is_harmony, make_parser, markers
-from jaxengine.server.constraints import field_of
+from jaxengine.server.answer.answers import Style, is_harmony, make_parser, markers
+from jaxengine.server.answer.constraints import field_of
+from jaxengine.server.answer.tool_grammar import after_reasoning, enforced_calls, free_calls
+from jaxengine.server.answer.tools import ToolChoice
 from jaxengine.server.errors import ApiError
 from jaxengine.server.protocol import ChatBody
-from jaxengine.server.tool_grammar import after_reasoning, enforced_calls, free_calls
-from jaxengine.server.tools import ToolChoice
 from jaxengine.text.reasoning import FINAL, AnswerGate, Start, thinking_start
 from jaxengine.text.tokenizer import Tokenizer
 
