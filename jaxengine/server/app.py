@@ -10,7 +10,6 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM
 from jaxengine.server import (
     admin,
-    anthropic_messages,
     basic,
     chat,
     completions,
@@ -22,6 +21,7 @@ from jaxengine.server import (
     openapi,
     scores,
 )
+from jaxengine.server.anthropic import routes as anthropic_messages
 from jaxengine.server.http_metrics import Observer
 from jaxengine.server.keys import keys_of
 from jaxengine.server.middleware import Gate, needs_key

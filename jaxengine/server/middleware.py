@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxengine.config import ServerConfig
 from jaxengine.metrics.tracing import HEADER_NAMES, TRACE_HEADERS
 from jaxengine.server.admin import is_admin
-from jaxengine.server.anthropic_errors import anthropic_error, is_anthropic
+from jaxengine.server.anthropic.errors import anthropic_error, is_anthropic
 from jaxengine.server.errors import CLIENT_GONE, ApiError, error_response
 from jaxengine.server.hosts import is_trusted, netloc_of, trusted_hosts
 from jaxengine.server.keys import Keys

@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from jaxengine.engine.async_llm import off_loop
 from jaxengine.server.answer.pieces import chat_body, count_prompt, pieces_of, renamed
-from jaxengine.server.anthropic_errors import PATH, anthropic_error, anthropic_error_body
-from jaxengine.server.anthropic_events import Writer
-from jaxengine.server.anthropic_input import FIELD_NAMES, CountBody, MessagesBody, chat_fields
+from jaxengine.server.anthropic.body import FIELD_NAMES, CountBody, MessagesBody, chat_fields
+from jaxengine.server.anthropic.errors import PATH, anthropic_error, anthropic_error_body
+from jaxengine.server.anthropic.events import Writer
 from jaxengine.server.chat import ChatStream, open_chat, run_chat
 from jaxengine.server.errors import ApiError, ClientGone, to_api_error
 from jaxengine.server.openapi import AnthropicErrorBody, answers, streamed
