@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from jaxengine.engine.async_llm import AsyncLLM, off_loop
 from jaxengine.server.answer.pieces import chat_body, count_prompt, pieces_of, renamed
-from jaxengine.server.chat import open_chat, run_chat
 from jaxengine.server.errors import ApiError
+from jaxengine.server.openai.chat import open_chat, run_chat
+from jaxengine.server.openai.protocol import ChatBody
 from jaxengine.server.openai_responses_answer import (
     Answer,
     events_of,
@@ -39,7 +40,6 @@ from jaxengine.server.openai_responses_input import (
 )
 from jaxengine.server.openai_responses_store import Job, ResponseStore, Stored
 from jaxengine.server.openapi import answers, streamed
-from jaxengine.server.protocol import ChatBody
 from jaxengine.server.sse import sse_response
 from jaxengine.server.state import body_size, check_model, engine_of
 from jaxengine.server.streams import unless_hangup

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from jaxengine.server.answer.pieces import SAMPLING_FIELDS, sampling_extras
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import RESPONSES, check_extra, note_left_out
-from jaxengine.server.protocol import Number
+from jaxengine.server.openai.protocol import Number
 
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 # the chat's field -> what the client wrote

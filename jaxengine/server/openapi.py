@@ -13,7 +13,7 @@ import msgspec
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from jaxengine.server.responses import ChatCompletion, Completion
+from jaxengine.server.openai.bodies import ChatCompletion, Completion
 
 Responses = dict[int | str, dict[str, Any]]
 

@@ -14,7 +14,7 @@ from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answer.constraints import field_of, named_as_given
 from jaxengine.server.errors import ApiError, ClientGone
-from jaxengine.server.protocol import SamplingBody
+from jaxengine.server.openai.protocol import SamplingBody
 from jaxengine.text.outputs import RequestOutput
 from jaxengine.text.processor import Prompt
 from jaxengine.text.validation import RequestError

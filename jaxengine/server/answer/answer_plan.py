@@ -15,7 +15,7 @@ from jaxengine.server.answer.constraints import field_of
 from jaxengine.server.answer.tool_grammar import after_reasoning, enforced_calls, free_calls
 from jaxengine.server.answer.tools import ToolChoice
 from jaxengine.server.errors import ApiError
-from jaxengine.server.protocol import ChatBody
+from jaxengine.server.openai.protocol import ChatBody
 from jaxengine.text.reasoning import FINAL, AnswerGate, Start, thinking_start
 from jaxengine.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from jaxengine.config import HARMONY_PARSERS, ServerConfig
 from jaxengine.server.answer.tools import ToolChoice
-from jaxengine.server.responses import Delta, FunctionCall, Message, ToolCall
+from jaxengine.server.openai.bodies import Delta, FunctionCall, Message, ToolCall
 from jaxengine.text.reasoning import Harmony, Start, Think
 from jaxengine.text.reasoning.think import BEGIN as THINK
 from jaxengine.text.reasoning.think import END as THOUGHT

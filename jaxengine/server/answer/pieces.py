@@ -16,8 +16,8 @@ from jaxengine.engine.async_llm import AsyncLLM, off_loop
 from jaxengine.server.answer.render import render
 from jaxengine.server.answer.tools import tool_choice
 from jaxengine.server.errors import ApiError, to_api_error
-from jaxengine.server.protocol import ChatBody
-from jaxengine.server.responses import ChatLogprob, ChatLogprobs, Delta, Message
+from jaxengine.server.openai.bodies import ChatLogprob, ChatLogprobs, Delta, Message
+from jaxengine.server.openai.protocol import ChatBody
 from jaxengine.server.state import check_length
 from jaxengine.text.chat_template import ChatTemplateError
 from jaxengine.text.validation import RequestError

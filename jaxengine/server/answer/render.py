@@ -9,7 +9,7 @@ from jaxengine.config import template_kwargs
 from jaxengine.engine.async_llm import AsyncLLM, off_loop
 from jaxengine.engine.front import UNKNOWN
 from jaxengine.server.errors import ApiError
-from jaxengine.server.protocol import ChatBody, TokenizeBody
+from jaxengine.server.openai.protocol import ChatBody, TokenizeBody
 from jaxengine.server.state import LONGEST
 from jaxengine.text.chat_template import (
     ChatTemplateError,

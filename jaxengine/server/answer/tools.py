@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxengine.config import ServerConfig
 from jaxengine.server.errors import ApiError
-from jaxengine.server.protocol import ChatBody
+from jaxengine.server.openai.protocol import ChatBody
 
 Mode = Literal["none", "auto", "required", "named"]
 Tool = dict[str, Any]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from jaxengine.server.answer.pieces import SAMPLING_FIELDS, sampling_extras
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import MESSAGES, check_extra, note_left_out
-from jaxengine.server.protocol import Number
+from jaxengine.server.openai.protocol import Number
 
 # the chat's field -> what the client wrote
 FIELD_NAMES = {

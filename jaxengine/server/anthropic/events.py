@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from jaxengine.server.answer.pieces import Piece
-from jaxengine.server.responses import UsageBody
+from jaxengine.server.openai.bodies import UsageBody
 
 _encode = msgspec.json.Encoder().encode
 

@@ -16,10 +16,10 @@ from jaxengine.server.answer.pieces import chat_body, count_prompt, pieces_of, r
 from jaxengine.server.anthropic.body import FIELD_NAMES, CountBody, MessagesBody, chat_fields
 from jaxengine.server.anthropic.errors import PATH, anthropic_error, anthropic_error_body
 from jaxengine.server.anthropic.events import Writer
-from jaxengine.server.chat import ChatStream, open_chat, run_chat
 from jaxengine.server.errors import ApiError, ClientGone, to_api_error
+from jaxengine.server.openai.bodies import UsageBody
+from jaxengine.server.openai.chat import ChatStream, open_chat, run_chat
 from jaxengine.server.openapi import AnthropicErrorBody, answers, streamed
-from jaxengine.server.responses import UsageBody
 from jaxengine.server.sse import sse_response
 from jaxengine.server.state import body_size, check_model, engine_of, request_id_of, state_of
 

@@ -11,8 +11,8 @@ from typing import Any
 from msgspec import UNSET
 
 from jaxengine.server.errors import ApiError
-from jaxengine.server.protocol import ChatBody
-from jaxengine.server.responses import Delta, FunctionCall, Message
+from jaxengine.server.openai.bodies import Delta, FunctionCall, Message
+from jaxengine.server.openai.protocol import ChatBody
 from jaxengine.text.validation import RequestError
 
 

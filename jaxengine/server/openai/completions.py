@@ -14,22 +14,22 @@ from jaxengine.engine.async_llm import AsyncLLM, RequestStream, off_loop
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answer.constraints import field_of
 from jaxengine.server.errors import ApiError
-from jaxengine.server.logprobs import completion_logprobs, prompt_logprobs_body
-from jaxengine.server.openapi import reference, streamed
-from jaxengine.server.protocol import (
-    CompletionBody,
-    check_fields,
-    logprobs_count,
-    sampling_params,
-    with_usage,
-)
-from jaxengine.server.responses import (
+from jaxengine.server.openai.bodies import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     encode,
     usage_body,
 )
+from jaxengine.server.openai.logprobs import completion_logprobs, prompt_logprobs_body
+from jaxengine.server.openai.protocol import (
+    CompletionBody,
+    check_fields,
+    logprobs_count,
+    sampling_params,
+    with_usage,
+)
+from jaxengine.server.openapi import reference, streamed
 from jaxengine.server.sse import DONE, event, sse_response
 from jaxengine.server.state import body_size, check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup

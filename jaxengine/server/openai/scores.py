@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 from jaxengine.engine.async_llm import off_loop
-from jaxengine.server.embeddings import EmbeddingBody, embed_all, prompts_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import EMBEDDING, SCORE, check_extra
+from jaxengine.server.openai.embeddings import EmbeddingBody, embed_all, prompts_of
 from jaxengine.server.openapi import answers
 from jaxengine.server.state import check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import unless_hangup

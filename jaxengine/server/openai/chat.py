@@ -14,23 +14,14 @@ from starlette.responses import Response
 
 from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream, off_loop
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server import legacy_functions
 from jaxengine.server.answer.answer_plan import plan_answer
 from jaxengine.server.answer.answers import Answer, Style, reads_answers
 from jaxengine.server.answer.constraints import field_of
 from jaxengine.server.answer.render import EFFORTS, render
 from jaxengine.server.answer.tools import ToolChoice, tool_choice
 from jaxengine.server.errors import ApiError
-from jaxengine.server.logprobs import chat_logprobs, prompt_logprobs_body
-from jaxengine.server.openapi import reference, streamed
-from jaxengine.server.protocol import (
-    ChatBody,
-    check_fields,
-    logprobs_count,
-    sampling_params,
-    with_usage,
-)
-from jaxengine.server.responses import (
+from jaxengine.server.openai import legacy_functions
+from jaxengine.server.openai.bodies import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -42,6 +33,15 @@ from jaxengine.server.responses import (
     encode,
     usage_body,
 )
+from jaxengine.server.openai.logprobs import chat_logprobs, prompt_logprobs_body
+from jaxengine.server.openai.protocol import (
+    ChatBody,
+    check_fields,
+    logprobs_count,
+    sampling_params,
+    with_usage,
+)
+from jaxengine.server.openapi import reference, streamed
 from jaxengine.server.sse import DONE, event, sse_response
 from jaxengine.server.state import body_size, check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup

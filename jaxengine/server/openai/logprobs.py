@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxengine.server.responses import (
+from jaxengine.server.openai.bodies import (
     ChatLogprob,
     ChatLogprobs,
     CompletionLogprobs,
