@@ -8,12 +8,13 @@ from starlette.middleware.cors import CORSMiddleware
 import jaxengine
 from jaxengine.config import EngineConfig
 from jaxengine.engine.async_llm import AsyncLLM
-from jaxengine.server import admin, basic, docs_page, errors, fault, openai_responses, openapi
+from jaxengine.server import admin, basic, docs_page, errors, fault, openapi
 from jaxengine.server.anthropic import routes as anthropic_messages
 from jaxengine.server.http_metrics import Observer
 from jaxengine.server.keys import keys_of
 from jaxengine.server.middleware import Gate, needs_key
 from jaxengine.server.openai import chat, completions, embeddings, scores
+from jaxengine.server.responses import routes as openai_responses
 from jaxengine.server.state import ServerState
 
 

@@ -12,14 +12,14 @@ import pytest
 from pydantic import BaseModel
 from serverlib import Server, alive, call, eventually, hang_up, metric, running
 
-from jaxengine.server.openai_responses_body import ResponsesBody, chat_fields
-from jaxengine.server.openai_responses_input import (
+from jaxengine.server.responses.body import ResponsesBody, chat_fields
+from jaxengine.server.responses.input import (
     droppable,
     to_messages,
     with_instructions,
     without,
 )
-from jaxengine.server.openai_responses_store import Job, ResponseStore, Stored
+from jaxengine.server.responses.store import Job, ResponseStore, Stored
 
 R, M = "/v1/responses", "/v1/messages"
 TOOL = {

@@ -15,10 +15,10 @@ from jaxengine.server.answer.pieces import Piece, count_tokens, pieces_of
 from jaxengine.server.errors import ApiError, to_api_error
 from jaxengine.server.openai.bodies import UsageBody
 from jaxengine.server.openai.chat import ChatStream
-from jaxengine.server.openai_responses_body import ResponsesBody
-from jaxengine.server.openai_responses_events import Writer, new_id
-from jaxengine.server.openai_responses_input import Message, to_messages
-from jaxengine.server.openai_responses_store import Job, ResponseStore, Stored
+from jaxengine.server.responses.body import ResponsesBody
+from jaxengine.server.responses.events import Writer, new_id
+from jaxengine.server.responses.input import Message, to_messages
+from jaxengine.server.responses.store import Job, ResponseStore, Stored
 
 
 @dataclass

@@ -16,21 +16,22 @@ from jaxengine.server.answer.pieces import chat_body, count_prompt, pieces_of, r
 from jaxengine.server.errors import ApiError
 from jaxengine.server.openai.chat import open_chat, run_chat
 from jaxengine.server.openai.protocol import ChatBody
-from jaxengine.server.openai_responses_answer import (
+from jaxengine.server.openapi import answers, streamed
+from jaxengine.server.responses.answer import (
     Answer,
     events_of,
     followed,
     response_object,
     run_job,
 )
-from jaxengine.server.openai_responses_body import (
+from jaxengine.server.responses.body import (
     FIELD_NAMES,
     ResponsesBody,
     chat_fields,
     check_body,
 )
-from jaxengine.server.openai_responses_events import Writer
-from jaxengine.server.openai_responses_input import (
+from jaxengine.server.responses.events import Writer
+from jaxengine.server.responses.input import (
     Message,
     droppable,
     is_reference,
@@ -38,8 +39,7 @@ from jaxengine.server.openai_responses_input import (
     with_instructions,
     without,
 )
-from jaxengine.server.openai_responses_store import Job, ResponseStore, Stored
-from jaxengine.server.openapi import answers, streamed
+from jaxengine.server.responses.store import Job, ResponseStore, Stored
 from jaxengine.server.sse import sse_response
 from jaxengine.server.state import body_size, check_model, engine_of
 from jaxengine.server.streams import unless_hangup
