@@ -10,15 +10,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jaxengine.config import EngineConfig as EngineConfig
-    from jaxengine.engine.async_llm import AsyncLLM as AsyncLLM
-    from jaxengine.engine.llm import LLM as LLM
+    from jaxengine.front.async_llm import AsyncLLM as AsyncLLM
+    from jaxengine.front.llm import LLM as LLM
     from jaxengine.sampling_params import SamplingParams as SamplingParams
     from jaxengine.text.outputs import CompletionOutput as CompletionOutput
     from jaxengine.text.outputs import RequestOutput as RequestOutput
 
 _HOME = {
-    "LLM": "jaxengine.engine.llm",
-    "AsyncLLM": "jaxengine.engine.async_llm",
+    "LLM": "jaxengine.front.llm",
+    "AsyncLLM": "jaxengine.front.async_llm",
     "SamplingParams": "jaxengine.sampling_params",
     "EngineConfig": "jaxengine.config",
     "RequestOutput": "jaxengine.text.outputs",

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.async_llm import AsyncLLM
+from jaxengine.front.async_llm import AsyncLLM
 from jaxengine.server.app import build_app
 from jaxengine.wire.frames import DEFAULT_CORE
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from jaxengine import garbage
 from jaxengine.cli.preflight import preflight
 from jaxengine.config import EngineConfig
-from jaxengine.engine.llm import LLM
+from jaxengine.front.llm import LLM
 from jaxengine.progress import quiet_below
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.text.validation import Limits, check_params

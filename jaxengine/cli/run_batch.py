@@ -87,7 +87,7 @@ async def _run(
     """`shown` is the length of the progress bar; None: no bar."""
     from tqdm import tqdm
 
-    from jaxengine.engine.async_llm import AsyncLLM, EngineStartError
+    from jaxengine.front.async_llm import AsyncLLM, EngineStartError
     from jaxengine.metrics.tracing import Tracer
     from jaxengine.server.app import build_app
     from jaxengine.server.keys import keys_of

@@ -237,7 +237,7 @@ def _corpora(
 
 
 def _write_texts(options: TrainDraft, dtype: str, began: float) -> tuple[Any, Any]:
-    from jaxengine.engine.llm import LLM
+    from jaxengine.front.llm import LLM
     from jaxengine.lab.train import draft_data, draft_prompts
 
     prompts = (

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.routing import APIRoute
 
 import jaxengine
-from jaxengine.engine.async_llm import PAUSE_MODES, PauseMode
+from jaxengine.front.async_llm import PAUSE_MODES, PauseMode
 from jaxengine.server.errors import ApiError
 from jaxengine.server.openapi import answers
 from jaxengine.server.state import engine_of, state_of

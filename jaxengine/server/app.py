@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import jaxengine
 from jaxengine.config import EngineConfig
-from jaxengine.engine.async_llm import AsyncLLM
+from jaxengine.front.async_llm import AsyncLLM
 from jaxengine.server import admin, basic, docs_page, errors, fault, openapi
 from jaxengine.server.anthropic import routes as anthropic_messages
 from jaxengine.server.http_metrics import Observer

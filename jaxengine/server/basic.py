@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.responses import Response
 
 import jaxengine
-from jaxengine.engine.async_llm import UnavailableError, off_loop
+from jaxengine.front.async_llm import UnavailableError, off_loop
 from jaxengine.metrics.prometheus import CONTENT_TYPE, with_vllm_names
 from jaxengine.server import page
 from jaxengine.server.answer.tools import check_tools

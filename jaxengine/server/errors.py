@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from jaxengine.engine.async_llm import (
+from jaxengine.front.async_llm import (
     EngineDeadError,
     OverloadedError,
     ShuttingDownError,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.async_llm import AsyncLLM, EngineStartError
+from jaxengine.front.async_llm import AsyncLLM, EngineStartError
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.metrics.status import log_status
 from jaxengine.metrics.tracing import Tracer

@@ -9,8 +9,8 @@ from typing import Any
 
 from fastapi import Request
 
-from jaxengine.engine.admission import OVERLOADED, UNAVAILABLE
-from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream
+from jaxengine.front.admission import OVERLOADED, UNAVAILABLE
+from jaxengine.front.async_llm import AsyncLLM, Placement, RequestStream
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answer.constraints import field_of, named_as_given
 from jaxengine.server.errors import ApiError, ClientGone

@@ -18,7 +18,7 @@ import pytest
 from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.async_llm import AsyncLLM, Placement, UnavailableError
+from jaxengine.front.async_llm import AsyncLLM, Placement, UnavailableError
 from jaxengine.sampling_params import SamplingParams
 
 GOLDEN = GOLDENS / "mixtral"

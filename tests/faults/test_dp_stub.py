@@ -16,8 +16,8 @@ import pytest
 from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.async_llm import AsyncLLM, Placement, UnavailableError
 from jaxengine.engine.stub import canned_tokens
+from jaxengine.front.async_llm import AsyncLLM, Placement, UnavailableError
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.text.outputs import RequestOutput
 from jaxengine.wire import frames as wire

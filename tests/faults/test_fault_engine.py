@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fault_engine import MODEL, EngineProcess
 
-from jaxengine.engine.admission import UNAVAILABLE
+from jaxengine.front.admission import UNAVAILABLE
 from jaxengine.wire import frames as wire
 
 LONG = 150  # tokens; at least as many steps

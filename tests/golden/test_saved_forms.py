@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.llm import LLM
+from jaxengine.front.llm import LLM
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.wire.messages import EngineRequest
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxengine.cli import generate
 from jaxengine.config import EngineConfig
-from jaxengine.engine.llm import LLM
+from jaxengine.front.llm import LLM
 from jaxengine.text.outputs import CompletionOutput, RequestOutput
 
 

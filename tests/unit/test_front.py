@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.front import load_front
+from jaxengine.front.model_files import load_front
 from jaxengine.vllm_names import note_vllm_environment
 
 

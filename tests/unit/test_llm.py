@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.llm import LLM, read_template
+from jaxengine.front.llm import LLM, read_template
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.text.tokenizer import Tokenizer
 from jaxengine.text.validation import RequestError
@@ -340,7 +340,7 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_import_needs_no_server_and_no_device() -> None:
     code = (
-        "import sys, jaxengine.engine.llm, jaxengine.text.output_processor;"
+        "import sys, jaxengine.front.llm, jaxengine.text.output_processor;"
         "print([m for m in ('zmq', 'fastapi', 'jax') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -13,9 +13,9 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-from jaxengine.engine.client import EngineClient, EngineDeadError
 from jaxengine.engine.dp import waves
 from jaxengine.executor.coupling import free_port
+from jaxengine.front.client import EngineClient, EngineDeadError
 from jaxengine.wire import frames as wire
 from jaxengine.wire.health import DEAD, DRAINING, HEALTHY, STARTING, UNHEALTHY, Board
 from jaxengine.wire.messages import EngineOutput, FaultToleranceRequest, RankStatus

@@ -17,7 +17,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from jaxengine.engine.admission import UNAVAILABLE
 from jaxengine.engine.fault.outbox import Outbox
 from jaxengine.engine.fault.state import (
     Event,
@@ -32,6 +31,7 @@ from jaxengine.engine.fault.state import (
     advance,
 )
 from jaxengine.executor.fault_settings import FaultSettings
+from jaxengine.front.admission import UNAVAILABLE
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (
     EngineOutput,

@@ -19,19 +19,19 @@ import zmq
 import zmq.asyncio
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.admission import (
+from jaxengine.engine.dp.balancer import Placement
+from jaxengine.engine.dp.group import EngineGroup
+from jaxengine.engine.fault.silence import TICK, Silence
+from jaxengine.engine.hub import messages as hub
+from jaxengine.executor.fault_settings import silence_limit
+from jaxengine.front.admission import (
     OVERLOADED,
     UNAVAILABLE,
     OverloadedError,
     UnavailableError,
     WaitingRoom,
 )
-from jaxengine.engine.client import EngineDeadError
-from jaxengine.engine.dp.balancer import Placement
-from jaxengine.engine.dp.group import EngineGroup
-from jaxengine.engine.fault.silence import TICK, Silence
-from jaxengine.engine.hub import messages as hub
-from jaxengine.executor.fault_settings import silence_limit
+from jaxengine.front.client import EngineDeadError
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.text.validation import RequestError
 from jaxengine.wire.messages import (

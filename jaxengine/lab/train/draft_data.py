@@ -26,7 +26,7 @@ from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.batch import QUERY_BLOCK
 
 if TYPE_CHECKING:
-    from jaxengine.engine.llm import LLM
+    from jaxengine.front.llm import LLM
 
 _BLOCK = 64  # tokens of a KV block of the collecting pass
 _BATCH_TOKENS = 1024

@@ -8,7 +8,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from jaxengine.engine.async_llm import AsyncLLM
+from jaxengine.front.async_llm import AsyncLLM
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answer.answers import Style, is_harmony, make_parser, markers
 from jaxengine.server.answer.constraints import field_of

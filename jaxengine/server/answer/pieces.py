@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from jaxengine.engine.async_llm import AsyncLLM, off_loop
+from jaxengine.front.async_llm import AsyncLLM, off_loop
 from jaxengine.server.answer.render import render
 from jaxengine.server.answer.tools import tool_choice
 from jaxengine.server.errors import ApiError, to_api_error

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.config import template_kwargs
-from jaxengine.engine.async_llm import AsyncLLM, off_loop
-from jaxengine.engine.front import UNKNOWN
+from jaxengine.front.async_llm import AsyncLLM, off_loop
+from jaxengine.front.model_files import UNKNOWN
 from jaxengine.server.errors import ApiError
 from jaxengine.server.openai.protocol import ChatBody, TokenizeBody
 from jaxengine.server.state import LONGEST

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from msgspec.json import encode
 from starlette.responses import Response
 
-from jaxengine.engine.async_llm import off_loop
+from jaxengine.front.async_llm import off_loop
 from jaxengine.server.answer.pieces import chat_body, count_prompt, pieces_of, renamed
 from jaxengine.server.anthropic.body import FIELD_NAMES, CountBody, MessagesBody, chat_fields
 from jaxengine.server.anthropic.errors import PATH, anthropic_error, anthropic_error_body

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from jaxengine.engine.async_llm import AsyncLLM, Placement, RequestStream, off_loop
+from jaxengine.front.async_llm import AsyncLLM, Placement, RequestStream, off_loop
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answer.answer_plan import plan_answer
 from jaxengine.server.answer.answers import Answer, Style, reads_answers

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
-from jaxengine.engine.async_llm import AsyncLLM, RequestStream, off_loop
+from jaxengine.front.async_llm import AsyncLLM, RequestStream, off_loop
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answer.constraints import field_of
 from jaxengine.server.errors import ApiError

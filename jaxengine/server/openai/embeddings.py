@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
-from jaxengine.engine.async_llm import AsyncLLM, Placement, off_loop
+from jaxengine.front.async_llm import AsyncLLM, Placement, off_loop
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import EMBEDDING, check_extra
 from jaxengine.server.openapi import answers

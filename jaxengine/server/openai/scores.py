@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
-from jaxengine.engine.async_llm import off_loop
+from jaxengine.front.async_llm import off_loop
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import EMBEDDING, SCORE, check_extra
 from jaxengine.server.openai.embeddings import EmbeddingBody, embed_all, prompts_of

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.json import encode
 
-from jaxengine.engine.async_llm import AsyncLLM
+from jaxengine.front.async_llm import AsyncLLM
 from jaxengine.server.answer.pieces import Piece, count_tokens, pieces_of
 from jaxengine.server.errors import ApiError, to_api_error
 from jaxengine.server.openai.bodies import UsageBody

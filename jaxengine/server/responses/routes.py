@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI, Request
 from msgspec.json import encode
 from starlette.responses import Response
 
-from jaxengine.engine.async_llm import AsyncLLM, off_loop
+from jaxengine.front.async_llm import AsyncLLM, off_loop
 from jaxengine.server.answer.pieces import chat_body, count_prompt, pieces_of, renamed
 from jaxengine.server.errors import ApiError
 from jaxengine.server.openai.chat import open_chat, run_chat

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.client import EngineClient, EngineDeadError
+from jaxengine.front.client import EngineClient, EngineDeadError
 
 
 class Unkillable:

@@ -13,12 +13,12 @@ import pytest
 from fakes import Tally, request
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.client import EngineDeadError
 from jaxengine.engine.dp.balancer import ANYWHERE, Placement
 from jaxengine.engine.hub import hub as hub_module
 from jaxengine.engine.hub import messages as hub
 from jaxengine.engine.hub.hub import Hub
 from jaxengine.engine.hub.remote import RemoteGroup
+from jaxengine.front.client import EngineDeadError
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxengine.config import SchedulerConfig
-from jaxengine.engine.admission import OverloadedError, WaitingRoom
+from jaxengine.front.admission import OverloadedError, WaitingRoom
 
 
 def test_requests() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxengine.engine.llm import LLM
+from jaxengine.front.llm import LLM
 from jaxengine.text.display import llm_html, output_html
 from jaxengine.text.outputs import CompletionOutput, RequestOutput
 from jaxengine.wire.messages import EngineReady, EngineRequest, EngineStats

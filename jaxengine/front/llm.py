@@ -20,7 +20,7 @@ import msgspec
 from tqdm import tqdm
 
 from jaxengine.config import EngineConfig, template_kwargs
-from jaxengine.engine.front import FrontModel, load_front, read_template
+from jaxengine.front.model_files import FrontModel, load_front, read_template
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.text.display import llm_html
 from jaxengine.text.output_processor import OutputProcessor

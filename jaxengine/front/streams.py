@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import Protocol
 
-from jaxengine.engine.admission import WaitingRoom
 from jaxengine.engine.dp.balancer import ANYWHERE, Placement
-from jaxengine.engine.stream import Kind, RequestStream
+from jaxengine.front.admission import WaitingRoom
+from jaxengine.front.stream import Kind, RequestStream
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.text.output_processor import OutputProcessor
 from jaxengine.text.outputs import RequestOutput

@@ -11,20 +11,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.admission import (
+from jaxengine.engine.dp.balancer import ANYWHERE, Placement
+from jaxengine.engine.dp.group import EngineGroup
+from jaxengine.engine.dp.modes import local_ranks
+from jaxengine.engine.dp.orders import Orders
+from jaxengine.front.admission import (
     OverloadedError,
     ShuttingDownError,
     UnavailableError,
     WaitingRoom,
 )
-from jaxengine.engine.client import EngineDeadError, EngineStartError
-from jaxengine.engine.dp.balancer import ANYWHERE, Placement
-from jaxengine.engine.dp.group import EngineGroup
-from jaxengine.engine.dp.modes import local_ranks
-from jaxengine.engine.dp.orders import Orders
-from jaxengine.engine.front import load_front, off_loop, request_size, served_name
-from jaxengine.engine.in_flight import InFlight
-from jaxengine.engine.stream import Kind, RequestStream
+from jaxengine.front.client import EngineDeadError, EngineStartError
+from jaxengine.front.model_files import load_front, off_loop, request_size, served_name
+from jaxengine.front.stream import Kind, RequestStream
+from jaxengine.front.streams import InFlight
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.text.grammars import TooManyGrammarsError
