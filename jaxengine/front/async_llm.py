@@ -43,7 +43,7 @@ from jaxengine.wire.health import Board
 from jaxengine.wire.messages import EngineOutputs, EngineReady, EngineStats
 
 if TYPE_CHECKING:
-    from jaxengine.engine.hub.remote import RemoteGroup
+    from jaxengine.front.hub.remote import RemoteGroup
     from jaxengine.text.tokenizer import ChatTemplate, Tokenizer
 
 log = logging.getLogger(__name__)

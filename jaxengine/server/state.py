@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.hub.messages import Figures
 from jaxengine.front.async_llm import AsyncLLM, Placement, served_name
+from jaxengine.front.hub.messages import Figures
 from jaxengine.server.errors import ApiError
 from jaxengine.server.http_metrics import HttpMetrics
 from jaxengine.text.validation import check_text

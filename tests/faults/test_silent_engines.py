@@ -20,11 +20,11 @@ from dp_servers import rank_processes
 from serverlib import call, eventually, running
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.hub.hub import Hub
-from jaxengine.engine.hub.messages import Report
-from jaxengine.engine.hub.remote import RemoteGroup
 from jaxengine.engine.stub import canned_tokens
 from jaxengine.front.async_llm import AsyncLLM, EngineDeadError, Placement
+from jaxengine.front.hub.hub import Hub
+from jaxengine.front.hub.messages import Report
+from jaxengine.front.hub.remote import RemoteGroup
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.text.outputs import RequestOutput

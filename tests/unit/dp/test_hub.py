@@ -14,11 +14,11 @@ from fakes import Tally, request
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.dp.balancer import ANYWHERE, Placement
-from jaxengine.engine.hub import hub as hub_module
-from jaxengine.engine.hub import messages as hub
-from jaxengine.engine.hub.hub import Hub
-from jaxengine.engine.hub.remote import RemoteGroup
 from jaxengine.front.client import EngineDeadError
+from jaxengine.front.hub import hub as hub_module
+from jaxengine.front.hub import messages as hub
+from jaxengine.front.hub.hub import Hub
+from jaxengine.front.hub.remote import RemoteGroup
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (

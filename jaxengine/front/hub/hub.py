@@ -22,7 +22,6 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.dp.balancer import Placement
 from jaxengine.engine.dp.group import EngineGroup
 from jaxengine.engine.fault.silence import TICK, Silence
-from jaxengine.engine.hub import messages as hub
 from jaxengine.executor.fault_settings import silence_limit
 from jaxengine.front.admission import (
     OVERLOADED,
@@ -32,6 +31,7 @@ from jaxengine.front.admission import (
     WaitingRoom,
 )
 from jaxengine.front.client import EngineDeadError
+from jaxengine.front.hub import messages as hub
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.text.validation import RequestError
 from jaxengine.wire.messages import (

@@ -16,10 +16,10 @@ from jaxengine.engine.dp.balancer import ANYWHERE, Placement
 from jaxengine.engine.dp.modes import local_ranks
 from jaxengine.engine.dp.placing import Placer, Watcher
 from jaxengine.engine.fault.silence import TICK, Silence
-from jaxengine.engine.hub import messages as hub
 from jaxengine.executor.fault_settings import silence_limit
 from jaxengine.front.calls import answer_call, fail_all
 from jaxengine.front.client import EngineDeadError, EngineStartError
+from jaxengine.front.hub import messages as hub
 from jaxengine.wire.health import HEALTHY, Board
 from jaxengine.wire.messages import (
     EngineOutputs,
