@@ -11,10 +11,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.balancer import ANYWHERE, Placement
-from jaxengine.engine.dp.group import EngineGroup
-from jaxengine.engine.dp.modes import local_ranks
-from jaxengine.engine.dp.orders import Orders
 from jaxengine.front.admission import (
     OverloadedError,
     ShuttingDownError,
@@ -23,6 +19,10 @@ from jaxengine.front.admission import (
 )
 from jaxengine.front.client import EngineDeadError, EngineStartError
 from jaxengine.front.model_files import load_front, off_loop, request_size, served_name
+from jaxengine.front.ranks.balancer import ANYWHERE, Placement
+from jaxengine.front.ranks.group import EngineGroup
+from jaxengine.front.ranks.modes import local_ranks
+from jaxengine.front.ranks.orders import Orders
 from jaxengine.front.stream import Kind, RequestStream
 from jaxengine.front.streams import InFlight
 from jaxengine.metrics.prometheus import Metrics

@@ -20,11 +20,11 @@ import zmq
 import zmq.asyncio
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.spawning import error_class, spawn_environment, without_main
 from jaxengine.engine.fault.silence import Silence
 from jaxengine.engine.process import EngineLaunch, run_engine
 from jaxengine.front.calls import answer_call, fail_all
 from jaxengine.front.join import MOST_OUTPUTS, join_outputs
+from jaxengine.front.ranks.spawning import error_class, spawn_environment, without_main
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (
     EngineOutputs,

@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import Protocol
 
-from jaxengine.engine.dp.balancer import ANYWHERE, Placement
 from jaxengine.front.admission import WaitingRoom
+from jaxengine.front.ranks.balancer import ANYWHERE, Placement
 from jaxengine.front.stream import Kind, RequestStream
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.text.output_processor import OutputProcessor

@@ -11,7 +11,7 @@ from jaxengine.wire.health import DEAD, HEALTHY, STARTING, STATES, UNHEALTHY
 
 
 class RankMetrics:
-    """Families with the label `engine`, the rank. See `engine.dp.placing.Watcher`."""
+    """Families with the label `engine`, the rank. See `front.ranks.placing.Watcher`."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, ranks: Iterable[int]) -> None:
         self._model = model_name

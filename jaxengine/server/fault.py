@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from jaxengine.engine.dp.orders import INSTRUCTIONS
 from jaxengine.front.async_llm import AsyncLLM
+from jaxengine.front.ranks.orders import INSTRUCTIONS
 from jaxengine.server.errors import ApiError
 from jaxengine.server.openapi import answers
 from jaxengine.server.state import state_of

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.modes import local_ranks
 from jaxengine.engine.process import setup_child_logging
 from jaxengine.executor.parent import tie_to_parent
 from jaxengine.front.async_llm import AsyncLLM, EngineStartError, served_name
 from jaxengine.front.hub.hub import Hub
 from jaxengine.front.hub.messages import SERVING, Report
 from jaxengine.front.hub.remote import RemoteGroup
+from jaxengine.front.ranks.modes import local_ranks
 from jaxengine.metrics.merge import merge_texts
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.metrics.status import log_status

@@ -293,8 +293,8 @@ def _check_together(config: EngineConfig) -> None:
             "node_rank",
             f"node_rank {parallel.node_rank} is not one of the {parallel.nnodes} nodes of nnodes",
         )
-    from jaxengine.engine.dp.modes import local_ranks
     from jaxengine.executor.coupling import member_of
+    from jaxengine.front.ranks.modes import local_ranks
 
     if member_of(config) is None:  # what an engine of a coupled group is told is no server's
         local_ranks(config.data_parallel)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxengine.engine.dp.spawning import without_main
+from jaxengine.front.ranks.spawning import without_main
 
 
 @pytest.mark.parametrize(

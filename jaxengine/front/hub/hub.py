@@ -19,8 +19,6 @@ import zmq
 import zmq.asyncio
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.balancer import Placement
-from jaxengine.engine.dp.group import EngineGroup
 from jaxengine.engine.fault.silence import TICK, Silence
 from jaxengine.executor.fault_settings import silence_limit
 from jaxengine.front.admission import (
@@ -32,6 +30,8 @@ from jaxengine.front.admission import (
 )
 from jaxengine.front.client import EngineDeadError
 from jaxengine.front.hub import messages as hub
+from jaxengine.front.ranks.balancer import Placement
+from jaxengine.front.ranks.group import EngineGroup
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.text.validation import RequestError
 from jaxengine.wire.messages import (

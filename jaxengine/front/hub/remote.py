@@ -12,14 +12,14 @@ import zmq
 import zmq.asyncio
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.balancer import ANYWHERE, Placement
-from jaxengine.engine.dp.modes import local_ranks
-from jaxengine.engine.dp.placing import Placer, Watcher
 from jaxengine.engine.fault.silence import TICK, Silence
 from jaxengine.executor.fault_settings import silence_limit
 from jaxengine.front.calls import answer_call, fail_all
 from jaxengine.front.client import EngineDeadError, EngineStartError
 from jaxengine.front.hub import messages as hub
+from jaxengine.front.ranks.balancer import ANYWHERE, Placement
+from jaxengine.front.ranks.modes import local_ranks
+from jaxengine.front.ranks.placing import Placer, Watcher
 from jaxengine.wire.health import HEALTHY, Board
 from jaxengine.wire.messages import (
     EngineOutputs,

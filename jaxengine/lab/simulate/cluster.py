@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxengine.engine.dp.balancer import Balancer, prefix_key
+from jaxengine.front.ranks.balancer import Balancer, prefix_key
 from jaxengine.lab.bench.datasets import BenchRequest, prompt_tokens
 from jaxengine.lab.simulate.cost import CostModel
 from jaxengine.lab.simulate.outcome import Outcome, RankFigures, Record

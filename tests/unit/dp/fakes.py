@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.balancer import ANYWHERE, Placement
-from jaxengine.engine.dp.placing import Placer
 from jaxengine.front.client import EngineClient, EngineDeadError, EngineStartError
+from jaxengine.front.ranks.balancer import ANYWHERE, Placement
+from jaxengine.front.ranks.placing import Placer
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.wire.messages import (
     EngineOutput,

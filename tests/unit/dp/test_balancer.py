@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxengine.engine.dp.balancer import Balancer, Load, prefix_key, score
+from jaxengine.front.ranks.balancer import Balancer, Load, prefix_key, score
 
 LOADS = st.lists(
     st.builds(

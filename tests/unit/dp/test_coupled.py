@@ -11,11 +11,11 @@ import pytest
 from fakes import FakeClient, Fleet, Tally, request
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp import coupled
-from jaxengine.engine.dp.group import EngineGroup
-from jaxengine.engine.dp.orders import Order, Orders
 from jaxengine.front.admission import UnavailableError
 from jaxengine.front.client import EngineStartError
+from jaxengine.front.ranks import coupled
+from jaxengine.front.ranks.group import EngineGroup
+from jaxengine.front.ranks.orders import Order, Orders
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (
     EngineOutput,

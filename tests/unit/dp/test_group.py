@@ -13,11 +13,11 @@ import pytest
 from fakes import Fleet, Tally, add_one, request
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.balancer import Placement
-from jaxengine.engine.dp.group import EngineGroup
-from jaxengine.engine.dp.orders import Orders
 from jaxengine.front.admission import UNAVAILABLE, UnavailableError
 from jaxengine.front.client import EngineDeadError, EngineStartError
+from jaxengine.front.ranks.balancer import Placement
+from jaxengine.front.ranks.group import EngineGroup
+from jaxengine.front.ranks.orders import Orders
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.text.validation import RequestError
 from jaxengine.wire.messages import (

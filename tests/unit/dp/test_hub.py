@@ -13,12 +13,12 @@ import pytest
 from fakes import Tally, request
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.balancer import ANYWHERE, Placement
 from jaxengine.front.client import EngineDeadError
 from jaxengine.front.hub import hub as hub_module
 from jaxengine.front.hub import messages as hub
 from jaxengine.front.hub.hub import Hub
 from jaxengine.front.hub.remote import RemoteGroup
+from jaxengine.front.ranks.balancer import ANYWHERE, Placement
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (

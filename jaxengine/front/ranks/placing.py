@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp.balancer import ANYWHERE, Balancer, Placement, prefix_key
-from jaxengine.engine.dp.routes import Route, Routes
 from jaxengine.front.admission import UnavailableError
 from jaxengine.front.client import EngineClient, EngineDeadError
+from jaxengine.front.ranks.balancer import ANYWHERE, Balancer, Placement, prefix_key
+from jaxengine.front.ranks.routes import Route, Routes
 from jaxengine.text.validation import RequestError
 from jaxengine.wire.health import Board
 from jaxengine.wire.messages import EngineOutput, EngineRequest
