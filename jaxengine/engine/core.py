@@ -9,7 +9,7 @@ A step with grammars samples apart from its forward, when the masks are known: a
 tokens before it are known, else as soon as the step before it has been reconciled. Either way the
 masks are worked out while the forward runs.
 
-A rank that shares experts with others agrees with them on every step (`engine.dp.lockstep`); it
+A rank that shares experts with others agrees with them on every step (`engine.coupled.lockstep`); it
 runs a step without tokens when only they have work.
 
 Depth 1 is the synchronous engine, depth 2 the asynchronous one; there is no second loop.
@@ -60,7 +60,7 @@ from jaxengine.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from jaxengine.engine.dp.lockstep import Lockstep
+    from jaxengine.engine.coupled.lockstep import Lockstep
 
 log = logging.getLogger(__name__)
 

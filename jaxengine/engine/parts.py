@@ -13,7 +13,7 @@ from jaxengine.metrics.work import WorkModel, work_model
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
 
 if TYPE_CHECKING:
-    from jaxengine.engine.dp.lockstep import Lockstep
+    from jaxengine.engine.coupled.lockstep import Lockstep
     from jaxengine.engine.kv_events import KVEventPublisher
     from jaxengine.executor.build import Built
 
@@ -62,7 +62,7 @@ def make_lockstep(config: EngineConfig, executor: object) -> Lockstep | None:
     member = member_of(config)
     if member is None:
         return None
-    from jaxengine.engine.dp.lockstep import Lockstep
+    from jaxengine.engine.coupled.lockstep import Lockstep
 
     assert isinstance(executor, WorkerExecutor)
     return Lockstep(member, config, executor)

@@ -47,7 +47,7 @@ class EngineFailure(msgspec.Struct):
 
 
 class WaveNotice(msgspec.Struct, array_like=True):
-    """Of the coupled group at `port`: a wave began or has ended (see `engine.dp.waves`)."""
+    """Of the coupled group at `port`: a wave began or has ended (see `engine.coupled.waves`)."""
 
     port: int
     wave: int

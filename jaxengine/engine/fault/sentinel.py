@@ -68,7 +68,7 @@ class RecoverableCore(Protocol):
 
 
 class Group(Protocol):
-    """The ranks that a rank fails together with (`engine.dp.lockstep`)."""
+    """The ranks that a rank fails together with (`engine.coupled.lockstep`)."""
 
     def bind(self, report: Callable[[wire.WaveNotice], None]) -> None: ...
     def start_wave(self, notice: wire.WaveNotice) -> None: ...

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-from jaxengine.engine.dp import waves
+from jaxengine.engine.coupled import waves
 from jaxengine.executor.coupling import free_port
 from jaxengine.front.client import EngineClient, EngineDeadError
 from jaxengine.wire import frames as wire

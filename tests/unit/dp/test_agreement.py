@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from jaxengine.engine.dp.exchange import (
+from jaxengine.engine.coupled.exchange import (
     Agreement,
     Combiner,
     Exchange,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp import waves
-from jaxengine.engine.dp.lockstep import Lockstep, _sizes
+from jaxengine.engine.coupled import waves
+from jaxengine.engine.coupled.lockstep import Lockstep, _sizes
 from jaxengine.engine.packer import pack_step
 from jaxengine.executor.coupling import Interrupted, free_port, member_config, member_of
 from jaxengine.sampling_params import SamplingParams

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxengine.engine.dp import waves
-from jaxengine.engine.dp.waves import Coordinator, RankWave, StartWave
+from jaxengine.engine.coupled import waves
+from jaxengine.engine.coupled.waves import Coordinator, RankWave, StartWave
 
 N = 2
 Queue = tuple[Any, ...]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.dp import waves
-from jaxengine.engine.dp.exchange import (
+from jaxengine.engine.coupled import waves
+from jaxengine.engine.coupled.exchange import (
     Agreement,
     Choose,
     Combiner,
