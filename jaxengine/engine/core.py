@@ -26,17 +26,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.controls import control
-from jaxengine.engine.grammars import Grammars
-from jaxengine.engine.outcome import NAN_ERROR, Collected, make_request, refusal
-from jaxengine.engine.packer import Packer, pack_step
-from jaxengine.engine.parts import (
+from jaxengine.engine.assemble import (
     event_publisher,
     make_lockstep,
     open_built,
     speculation_of,
     work_model_of,
 )
+from jaxengine.engine.controls import control
+from jaxengine.engine.grammars import Grammars
+from jaxengine.engine.outputs import NAN_ERROR, Collected, make_request, refusal
+from jaxengine.engine.packer import Packer, pack_step
 from jaxengine.engine.profile import Profiler
 from jaxengine.engine.step_figures import StepFigures
 from jaxengine.engine.transfers import Transfers

@@ -15,7 +15,7 @@ import pytest
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig
-from jaxengine.engine.parts import open_built
+from jaxengine.engine.assemble import open_built
 from jaxengine.executor.coupling import member_config
 from jaxengine.executor.nodes import run_follower
 from jaxengine.executor.worker_messages import Channel, Reply, Start, StartFailed

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from jaxengine.engine.grammars import Grammars
+from jaxengine.engine.logprobs import PromptLogprobs, logprobs_of
 from jaxengine.engine.packer import Packer
 from jaxengine.engine.pooling import Pooled
-from jaxengine.engine.results import PromptLogprobs, logprobs_of
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.updates import RequestUpdate
