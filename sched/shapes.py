@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from jaxengine.executor.base import Batch
 from jaxengine.sched.batch import Bucket, takes_the_best
 from jaxengine.sched.buckets import Overlap, choose
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.verify_batch import verify_bucket
 
 ProgramKey = tuple[str, Bucket | int]  # kind and size, as `runner.programs.Key`

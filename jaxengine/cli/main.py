@@ -10,11 +10,11 @@ import cyclopts
 from cyclopts import Parameter
 
 import jaxengine
-from jaxengine.cli.bench import BENCHES
 from jaxengine.cli.commands_client import chat, complete
 from jaxengine.cli.commands_engine import generate, run_batch, serve
 from jaxengine.cli.commands_look import doctor, kv, models
 from jaxengine.cli.commands_study import aot_check, simulate_command, train_draft
+from jaxengine.lab.bench.benches import BENCHES
 from jaxengine.settings.flags import shown_default, split_argv, yaml_config
 
 app = cyclopts.App(

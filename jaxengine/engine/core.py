@@ -9,8 +9,8 @@ A step with grammars samples apart from its forward, when the masks are known: a
 tokens before it are known, else as soon as the step before it has been reconciled. Either way the
 masks are worked out while the forward runs.
 
-A rank that shares experts with others agrees with them on every step (`engine.coupled.lockstep`); it
-runs a step without tokens when only they have work.
+A rank that shares experts with others agrees with them on every step
+(`engine.coupled.lockstep`); it runs a step without tokens when only they have work.
 
 Depth 1 is the synchronous engine, depth 2 the asynchronous one; there is no second loop.
 """
@@ -40,11 +40,11 @@ from jaxengine.engine.packer import Packer, pack_step
 from jaxengine.engine.profile import Profiler
 from jaxengine.engine.step_figures import StepFigures
 from jaxengine.engine.transfers import Transfers
-from jaxengine.executor.base import Batch, Executor, Verifier
 from jaxengine.executor.coupling import Interrupted
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import WorkerDied
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.executor import Batch, Executor, Verifier
 from jaxengine.sched.kv_events import AllBlocksCleared
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.scheduler import Scheduler

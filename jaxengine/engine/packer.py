@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxengine.engine.pooling import NO_ROW, pool_index
-from jaxengine.executor.base import Batch
 from jaxengine.sched.batch import (
     COLUMN,
     HAS_ALLOW,
@@ -26,6 +25,7 @@ from jaxengine.sched.batch import (
     pack_targets,
     prompt_targets,
 )
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepPlan
 from jaxengine.sched.request import Request
 from jaxengine.sched.slot_record import (

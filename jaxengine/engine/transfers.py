@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.executor.base import Executor
 from jaxengine.offload.build import Offload, build_offload
 from jaxengine.offload.config import parse_offload
 from jaxengine.offload.jobs import OffloadStep
 from jaxengine.offload.layout import KVLayout
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.connector import KVConnector
+from jaxengine.sched.executor import Executor
 from jaxengine.sched.plan import StepPlan
 from jaxengine.sched.scheduler import Scheduler
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxengine.executor.base import Batch
 from jaxengine.executor.nodes import LeadingRunner
 from jaxengine.parallel import expert_load
 from jaxengine.runner.draft.drafter import Drafter
@@ -16,6 +15,7 @@ from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs import Key
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import Overlap, in_halves
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
 from jaxengine.sched.shapes import ON_DEMAND, ProgramKey, ShapeChooser, VerifyChooser
 from jaxengine.sched.verify_batch import verify_bucket

@@ -18,12 +18,12 @@ import msgspec
 import zmq
 
 from jaxengine.config import EngineConfig, ParallelConfig
-from jaxengine.engine.dp.strangers import Strangers
 from jaxengine.executor.around import AroundRunner
-from jaxengine.executor.base import Batch
 from jaxengine.executor.coupling import member_of
 from jaxengine.executor.worker_messages import Array, Call, Sample, Stop, Submit, WireBatch
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
+from jaxengine.wire.strangers import Strangers
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool

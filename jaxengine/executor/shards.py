@@ -17,9 +17,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxengine.executor.around import AroundRunner
-from jaxengine.executor.base import Batch
 from jaxengine.parallel.mesh import Devices
 from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
 
 if TYPE_CHECKING:

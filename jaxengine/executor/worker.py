@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.executor.base import Batch
 from jaxengine.executor.coupling import moved
 from jaxengine.executor.fault_settings import fault_settings
 from jaxengine.executor.inject import Fault, Injector, carry_out, parse_faults
@@ -39,6 +38,7 @@ from jaxengine.executor.worker_messages import (
 )
 from jaxengine.executor.worker_process import PeerFailed, WorkerDied, WorkerError, WorkerProcess
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
 from jaxengine.sched.shapes import ProgramKey, ShapeChooser, VerifyChooser
 

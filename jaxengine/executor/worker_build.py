@@ -36,7 +36,7 @@ class WorkerBuilt:
 
 
 def build_worker(config: EngineConfig) -> WorkerBuilt:
-    """Start a worker that loads the model. Raises as `executor.build.build` and WorkerExecutor do."""
+    """Start a worker that loads the model. Raises as `executor.build.build` and WorkerExecutor."""
     executor = WorkerExecutor(config)
     found = executor.description
     return WorkerBuilt(

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxengine.config import EngineConfig
-from jaxengine.executor.base import Batch
 from jaxengine.executor.inject import Fault
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.offload.jobs import Done, OffloadStep
@@ -22,6 +21,7 @@ from jaxengine.offload.layout import KVLayout
 from jaxengine.sched.batch import BatchShape, Bucket
 from jaxengine.sched.buckets import Overlap
 from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import StepResult
 from jaxengine.sched.shapes import ProgramKey, sampler_of
 from jaxengine.sched.slot_record import SlotShape
@@ -44,7 +44,7 @@ class Array(msgspec.Struct, array_like=True):
 
 
 class WireBatch(msgspec.Struct, array_like=True):
-    """`executor.base.Batch`."""
+    """`sched.executor.Batch`."""
 
     bucket: Bucket
     blob: Array

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from jaxengine.config import SchedulerConfig
 
-# stop_reason of a request that reached an engine which cannot take it: HTTP 503
-UNAVAILABLE = "unavailable"
-OVERLOADED = "overloaded"  # the same, of one that found too many waiting
-
 
 class OverloadedError(RuntimeError):
     """Too many requests wait already; try again later (HTTP 503)."""

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
-from jaxengine.executor.base import Batch
 from jaxengine.models.decoder import KV
 from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
@@ -16,6 +15,7 @@ from jaxengine.runner.draft.verify import NO_DRAFT, Drafted
 from jaxengine.runner.programs import Key, Programs
 from jaxengine.runner.state import Counted, SlotState, new_state
 from jaxengine.sched.batch import Bucket, view
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.verify_batch import ON_DEVICE, verify_layout
 
 

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxengine.executor.base import Batch
 from jaxengine.models.spec import Params
 from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.draft.drafter import Drafter
@@ -20,6 +19,7 @@ from jaxengine.runner.programs import Key, Programs, head_params
 from jaxengine.runner.sampling_step import FIXED
 from jaxengine.runner.state import DeviceState, new_state
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
 from jaxengine.sched.shapes import sampler_of
 

@@ -1,5 +1,5 @@
 """`serve --api-server-count N`: N processes answer HTTP, tokenize and detokenize; this one owns the
-engines and passes messages on (`engine.hub`).
+engines and passes messages on (`front.hub`).
 
 Over TCP each process has a socket of its own on the same port, and the kernel spreads connections
 over them. When one process ends unasked, all end.

@@ -9,7 +9,6 @@ from typing import Any
 
 from fastapi import Request
 
-from jaxengine.front.admission import OVERLOADED, UNAVAILABLE
 from jaxengine.front.async_llm import AsyncLLM, Placement, RequestStream
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answer.constraints import field_of, named_as_given
@@ -18,7 +17,7 @@ from jaxengine.server.openai.protocol import SamplingBody
 from jaxengine.text.outputs import RequestOutput
 from jaxengine.text.processor import Prompt
 from jaxengine.text.validation import RequestError
-from jaxengine.wire.messages import INVALID_REQUEST
+from jaxengine.wire.messages import INVALID_REQUEST, OVERLOADED, UNAVAILABLE
 
 _TURN = 16  # prompts admitted before other tasks get the event loop
 

@@ -15,10 +15,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from jaxengine.executor.base import Verifier
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import row_buckets
 from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.executor import Verifier
 from jaxengine.sched.plan import Int32, StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""The wire types between frontend and engine (msgpack through msgspec; never pickle)."""
+"""The wire types between front and engine (msgpack through msgspec; never pickle)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from msgspec.structs import force_setattr
 
 from jaxengine.sampling_params import SamplingParams, ThinkingBudget
 
-INVALID_REQUEST = "invalid_request"  # stop_reason of a request that the engine refused: HTTP 400
+# stop_reason of a request that the engine did not run
+INVALID_REQUEST = "invalid_request"  # it is wrong: HTTP 400
+UNAVAILABLE = "unavailable"  # it reached an engine which cannot take it: HTTP 503
+OVERLOADED = "overloaded"  # the same, of one that found too many waiting
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):

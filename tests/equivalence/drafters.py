@@ -16,13 +16,13 @@ from engine_runs import GOLDENS, VOCAB, engine
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.wrapped import wrapped
-from jaxengine.executor.base import Batch
+from jaxengine.lab.tap import tapped
 from jaxengine.runner.draft import draft_store
 from jaxengine.runner.draft.draft_head import DraftConfig, init_params
 from jaxengine.runner.draft.draft_store import Draft
 from jaxengine.runner.draft.verify import Drafted
 from jaxengine.sched.batch import view
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import StepResult
 from jaxengine.sched.verify_batch import verify_layout
 from jaxengine.weights.fingerprint import fingerprint
@@ -142,5 +142,5 @@ def recorded_drafts(core: EngineCore) -> Iterator[Record]:
         record.results += [one for one in results if one.num_drafted is not None]
         return results
 
-    with wrapped(runner, submit=submitted, result=resulted):
+    with tapped(runner, submit=submitted, result=resulted):
         yield record

@@ -30,7 +30,7 @@ from engine_runs import (
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.wrapped import wrapped
+from jaxengine.lab.tap import tapped
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.sched.plan import Int32
 from jaxengine.speculate.config import parse_speculative_config
@@ -157,7 +157,7 @@ def test_other_drafters_are_equal(
     # Adaptive K needs steps of equal size to learn from.
     requests += [request(f"long {i}", [7, 8, 9] * 4, max_tokens=120) for i in range(2)]
     try:
-        with depth(core, steps), wrapped(core._speculator, finished=in_equal_time):
+        with depth(core, steps), tapped(core._speculator, finished=in_equal_time):
             assert_equal(requests, in_turns(core, requests, every=7))
         figures = spec_figures(core)
     finally:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from fault_engine import MODEL, EngineProcess
 
-from jaxengine.front.admission import UNAVAILABLE
 from jaxengine.wire import frames as wire
+from jaxengine.wire.messages import UNAVAILABLE
 
 LONG = 150  # tokens; at least as many steps
 PROMPT = [11, 42, 7, 99, 180, 23, 55, 201, 8, 77, 140, 33, 64, 5, 190, 250, 31, 12, 90, 6]

@@ -245,8 +245,8 @@ def test_a_server_of_several_processes_ends(
 _IMPATIENT = """
 import sys
 from jaxengine.cli import main as cli
-from jaxengine.engine.dp import group
-from jaxengine.engine.hub import hub
+from jaxengine.front.ranks import group
+from jaxengine.front.hub import hub
 
 if __name__ == "__main__":
     hub.silence_limit = group.silence_limit = lambda config: 3.0

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxengine.lab.aot import aot, aot_cases
-from jaxengine.pallas_kernels import tuning
+from jaxengine.lab.aot import aot, aot_cases, tune
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs" / "h200"
 pytestmark = pytest.mark.timeout(900)  # the first test compiles for all
@@ -187,7 +186,7 @@ def test_shipped_tables_hold_only_what_compiles(op: str) -> None:
     table = json.loads((CONFIGS / f"{op}.json").read_text())
     assert table["op"] == op and table["entries"]
     listed = [(e["key"], e["config"]) for e in table["entries"] + table["dropped"]]
-    assert listed and all((k, c) in listed for k, _, c in tuning.candidates(op))
+    assert listed and all((k, c) in listed for k, _, c in tune.candidates(op))
     for entry in table["entries"]:
         assert entry["aot"]["spill_bytes"] == 0
         assert 0 < entry["aot"]["shared"] <= 232448

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jaxengine.lab.aot import tune
 from jaxengine.pallas_kernels import tuning
 
 ENTRIES: list[dict[str, Any]] = [
@@ -41,6 +42,6 @@ def test_broken_table_is_named(tmp_path: pathlib.Path) -> None:
 
 def test_candidates_are_of_known_ops() -> None:
     for op in ("paged_attention", "moe", "quant_matmul"):
-        assert len(tuning.candidates(op)) > 4
+        assert len(tune.candidates(op)) > 4
     with pytest.raises(ValueError, match="no candidates"):
-        tuning.candidates("rope")
+        tune.candidates("rope")

@@ -14,9 +14,9 @@ import pytest
 
 from jaxengine.cli import main as cli
 from jaxengine.cli import report
-from jaxengine.cli.bench import BENCHES
 from jaxengine.config import EngineConfig
 from jaxengine.engine import crash_note
+from jaxengine.lab.bench.benches import BENCHES
 from jaxengine.settings.flags import flag
 
 

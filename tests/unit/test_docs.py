@@ -181,7 +181,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_executor_contract() -> None:
     """The page's row of the protocol names every method of it."""
-    tree = ast.parse(page("jaxengine/executor/base.py"))
+    tree = ast.parse(page("jaxengine/sched/executor.py"))
     (protocol,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Executor")
     methods = [n.name for n in protocol.body if isinstance(n, ast.FunctionDef)]
     assert "submit" in methods

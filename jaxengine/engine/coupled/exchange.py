@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from jaxengine.engine.dp.strangers import Strangers
 from jaxengine.executor.coupling import Member, exchange_address
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.shapes import ProgramKey
+from jaxengine.wire.strangers import Strangers
 
 _LOOK_MS = 20  # between looks at what else may end the wait
 _MOST_BYTES = 16 * 2**20  # of a message; the names of all programs are the most of it

@@ -31,9 +31,9 @@ from jaxengine.engine.fault.state import (
     advance,
 )
 from jaxengine.executor.fault_settings import FaultSettings
-from jaxengine.front.admission import UNAVAILABLE
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (
+    UNAVAILABLE,
     EngineOutput,
     EngineStats,
     FaultToleranceRequest,

@@ -21,13 +21,7 @@ import zmq.asyncio
 from jaxengine.config import EngineConfig
 from jaxengine.engine.fault.silence import TICK, Silence
 from jaxengine.executor.fault_settings import silence_limit
-from jaxengine.front.admission import (
-    OVERLOADED,
-    UNAVAILABLE,
-    OverloadedError,
-    UnavailableError,
-    WaitingRoom,
-)
+from jaxengine.front.admission import OverloadedError, UnavailableError, WaitingRoom
 from jaxengine.front.client import EngineDeadError
 from jaxengine.front.hub import messages as hub
 from jaxengine.front.ranks.balancer import Placement
@@ -35,6 +29,8 @@ from jaxengine.front.ranks.group import EngineGroup
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.text.validation import RequestError
 from jaxengine.wire.messages import (
+    OVERLOADED,
+    UNAVAILABLE,
     EngineOutput,
     EngineOutputs,
     EngineReady,

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from jaxengine.front.admission import UNAVAILABLE
 from jaxengine.front.ranks.replay import continuation, drop_first, replayable
-from jaxengine.wire.messages import EngineOutput, EngineRequest
+from jaxengine.wire.messages import UNAVAILABLE, EngineOutput, EngineRequest
 
 
 @dataclass(slots=True)

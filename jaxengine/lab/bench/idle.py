@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.wrapped import wrapped
-from jaxengine.executor.base import Batch
+from jaxengine.lab.tap import tapped
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.sched.executor import Batch
 from jaxengine.wire.messages import EngineRequest
 
 REPLAYS = 12
@@ -47,7 +47,7 @@ def _measure(model: str, count: int, output_len: int, deep: bool) -> dict[str, A
             return submit(batch)
 
         before = core.stats().host_seconds
-        with wrapped(core.executor, submit=noting):
+        with tapped(core.executor, submit=noting):
             steps, seconds = _decode(core, count, output_len, "run")
         host = core.stats().host_seconds - before
         decode = [b for b in batches if b.bucket.decode_only][-1]

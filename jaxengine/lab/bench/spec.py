@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxengine import platform
 from jaxengine.engine.core import EngineCore
-from jaxengine.executor.base import Verifier
 from jaxengine.lab.bench import machine, results
 from jaxengine.lab.bench.batch import run_batch
 from jaxengine.lab.bench.flags import (
@@ -26,6 +25,7 @@ from jaxengine.lab.bench.flags import (
     parse_with_engine,
     positive,
 )
+from jaxengine.sched.executor import Verifier
 from jaxengine.speculate.config import WITH_FOLDER, WITH_MODEL
 
 ROW_KEYS = ("requests", "method", "k")

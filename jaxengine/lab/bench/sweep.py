@@ -28,8 +28,8 @@ from typing import Any
 
 import yaml
 
-from jaxengine.cli.bench import BENCHES
 from jaxengine.lab.bench import results
+from jaxengine.lab.bench.benches import BENCHES
 from jaxengine.lab.bench.flags import new_parser, positive
 from jaxengine.lab.bench.flatten import flatten
 from jaxengine.lab.bench.local_server import ServerStartError, serving

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import jax
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.wrapped import wrapped
-from jaxengine.executor.base import Batch
+from jaxengine.lab.tap import tapped
+from jaxengine.sched.executor import Batch
 from jaxengine.wire.messages import EngineRequest
 
 Lane = Literal["plan", "dispatch", "wait", "output", "device"]
@@ -40,7 +40,7 @@ def trace(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Span]:
     """
     recorder = _Recorder()
     try:
-        with wrapped(core.executor, submit=recorder.submit, result=recorder.result):
+        with tapped(core.executor, submit=recorder.submit, result=recorder.result):
             for request in requests:
                 core.add_request(request)
             while core.has_work():

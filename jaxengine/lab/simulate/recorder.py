@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.wrapped import wrapped
-from jaxengine.executor.base import Batch
 from jaxengine.lab.bench.datasets import BenchRequest, prompt_tokens
 from jaxengine.lab.simulate.clock import Clock
 from jaxengine.lab.simulate.cost import StepShape
 from jaxengine.lab.simulate.outcome import Outcome, RankFigures, Record
 from jaxengine.lab.simulate.table import Sample, Work
+from jaxengine.lab.tap import tapped
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.wire.messages import EngineRequest
 
@@ -51,9 +51,9 @@ class Recorder:
         self._last_done = 0.0
         self._waited = False
         self._wrapped = ExitStack()
-        self._wrapped.enter_context(wrapped(core.scheduler, schedule=self._scheduled))
+        self._wrapped.enter_context(tapped(core.scheduler, schedule=self._scheduled))
         self._wrapped.enter_context(
-            wrapped(core.executor, submit=self._submitted, result=self._resulted)
+            tapped(core.executor, submit=self._submitted, result=self._resulted)
         )
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Draft heads of one decoder layer, as published: EAGLE (Li et al., 2024), EAGLE-3 (2025).
 
-They draft as `runner.draft.layer_chain` says. EAGLE is told the target's final hidden state; EAGLE-3
-the states inside of three layers, joined by one matrix, and it has an output head of its own over
-the tokens that it can draft.
+They draft as `runner.draft.layer_chain` says. EAGLE is told the target's final hidden state;
+EAGLE-3 the states inside of three layers, joined by one matrix, and it has an output head of its
+own over the tokens that it can draft.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 from fakes import Fleet, Tally, add_one, request
 
 from jaxengine.config import EngineConfig
-from jaxengine.front.admission import UNAVAILABLE, UnavailableError
+from jaxengine.front.admission import UnavailableError
 from jaxengine.front.client import EngineDeadError, EngineStartError
 from jaxengine.front.ranks.balancer import Placement
 from jaxengine.front.ranks.group import EngineGroup
@@ -21,6 +21,7 @@ from jaxengine.front.ranks.orders import Orders
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.text.validation import RequestError
 from jaxengine.wire.messages import (
+    UNAVAILABLE,
     EngineOutput,
     EngineOutputs,
     EngineRequest,

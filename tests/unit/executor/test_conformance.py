@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from conformance import assert_same, transcript
 from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.engine.wrapped import wrapped
-from jaxengine.executor.base import Batch
-from jaxengine.executor.conformance import assert_same, transcript
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_messages import WireBatch, keys_of
 from jaxengine.executor.worker_process import WorkerDied, WorkerError, WorkerHung
+from jaxengine.lab.tap import tapped
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.sched.executor import Batch
 from jaxengine.wire.messages import EngineRequest
 
 MODEL = GOLDENS / "llama"
@@ -71,7 +71,7 @@ def recorded(engine: EngineCore) -> tuple[list[Batch], dict[str, list[int]]]:
                 eos_token_ids=[2],
             )
         )
-    with wrapped(engine.executor, submit=record):
+    with tapped(engine.executor, submit=record):
         while engine.has_work():
             for output in engine.step():
                 ids.setdefault(output.request_id, []).extend(output.new_token_ids)

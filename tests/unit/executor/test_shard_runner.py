@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from conformance import assert_same, transcript
 from jax.sharding import Mesh
 from test_conformance import core, recorded
 
-from jaxengine.executor.base import Batch
-from jaxengine.executor.conformance import assert_same, transcript
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.shards import ShardRunner
 from jaxengine.parallel.mesh import DATA, TENSOR, Devices
+from jaxengine.sched.executor import Batch
 
 
 def test_same_batches_same_results() -> None:

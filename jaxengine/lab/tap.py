@@ -9,7 +9,7 @@ from typing import Any
 
 
 @contextmanager
-def wrapped(target: Any, **calls: Callable[..., Any]) -> Iterator[None]:
+def tapped(target: Any, **calls: Callable[..., Any]) -> Iterator[None]:
     """Until the end of the block `target.NAME(...)` is `calls[NAME](the method, ...)`.
 
     The executor's `submit` and `result` are the two ends of a step, the scheduler's `schedule` its

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.executor.base import Batch, Executor
+from jaxengine.sched.executor import Batch, Executor
 from jaxengine.sched.plan import Int32, StepResult
 
 ARRAYS = [f.name for f in fields(StepResult) if f.name != "prompt_logprobs"]
