@@ -31,7 +31,7 @@ from jaxengine.engine.fault.sentinel import (
     group_of,
     refuse_order,
 )
-from jaxengine.executor.fault_settings import fault_settings
+from jaxengine.settings.fault import fault_settings
 from jaxengine.executor.inject import for_rank
 from jaxengine.executor.parent import tie_to_parent
 from jaxengine.wire import frames as wire

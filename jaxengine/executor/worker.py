@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
 from jaxengine.executor.coupling import moved
-from jaxengine.executor.fault_settings import fault_settings
+from jaxengine.settings.fault import fault_settings
 from jaxengine.executor.inject import Fault, Injector, carry_out, parse_faults
 from jaxengine.executor.worker_messages import (
     Answer,

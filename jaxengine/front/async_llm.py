@@ -21,7 +21,7 @@ from jaxengine.front.client import EngineDeadError, EngineStartError
 from jaxengine.front.model_files import load_front, off_loop, request_size, served_name
 from jaxengine.front.ranks.balancer import ANYWHERE, Placement
 from jaxengine.front.ranks.group import EngineGroup
-from jaxengine.front.ranks.modes import local_ranks
+from jaxengine.settings.ranks import local_ranks
 from jaxengine.front.ranks.orders import Orders
 from jaxengine.front.stream import Kind, RequestStream
 from jaxengine.front.streams import InFlight

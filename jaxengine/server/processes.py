@@ -25,7 +25,7 @@ from jaxengine.front.async_llm import AsyncLLM, EngineStartError, served_name
 from jaxengine.front.hub.hub import Hub
 from jaxengine.front.hub.messages import SERVING, Report
 from jaxengine.front.hub.remote import RemoteGroup
-from jaxengine.front.ranks.modes import local_ranks
+from jaxengine.settings.ranks import local_ranks
 from jaxengine.metrics.merge import merge_texts
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.metrics.status import log_status

@@ -252,7 +252,7 @@ def _check_json(config: EngineConfig) -> None:
 
         parse_speculative_config(config.scheduler.speculative_config)
     if fault.fault_tolerance_config is not None:
-        from jaxengine.executor.fault_settings import fault_settings
+        from jaxengine.settings.fault import fault_settings
 
         fault_settings(fault)
     if fault.inject_faults is not None:
@@ -294,7 +294,7 @@ def _check_together(config: EngineConfig) -> None:
             f"node_rank {parallel.node_rank} is not one of the {parallel.nnodes} nodes of nnodes",
         )
     from jaxengine.executor.coupling import member_of
-    from jaxengine.front.ranks.modes import local_ranks
+    from jaxengine.settings.ranks import local_ranks
 
     if member_of(config) is None:  # what an engine of a coupled group is told is no server's
         local_ranks(config.data_parallel)

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.weights.generation import token_ids
-from jaxengine.weights.values import switch
+from jaxengine.models.values import switch
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 

@@ -33,7 +33,7 @@ from jaxengine.weights.resolve import (
     is_gguf,
     read_json_if_there,
 )
-from jaxengine.weights.values import integer, switch
+from jaxengine.models.values import integer, switch
 
 __all__ = ["ChatTemplate", "Tokenizer", "load_tokenizer"]
 

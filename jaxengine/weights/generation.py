@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from jaxengine.weights.values import integer
+from jaxengine.models.values import integer
 
 log = logging.getLogger(__name__)
 

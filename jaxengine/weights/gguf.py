@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
-from jaxengine.weights.values import integer
+from jaxengine.models.values import integer
 
 _SCALARS = {
     0: "B",

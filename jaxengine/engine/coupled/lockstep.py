@@ -18,7 +18,7 @@ from jaxengine.engine.coupled.exchange import (
 )
 from jaxengine.engine.packer import Prepared, step_sizes
 from jaxengine.executor.coupling import Interrupted, Member
-from jaxengine.executor.fault_settings import fault_settings
+from jaxengine.settings.fault import fault_settings
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import PeerFailed
 from jaxengine.sched.batch import Bucket

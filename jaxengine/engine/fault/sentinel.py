@@ -30,7 +30,7 @@ from jaxengine.engine.fault.state import (
     WorkerGone,
     advance,
 )
-from jaxengine.executor.fault_settings import FaultSettings
+from jaxengine.settings.fault import FaultSettings
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (
     UNAVAILABLE,

@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.fault.silence import TICK, Silence
-from jaxengine.executor.fault_settings import silence_limit
+from jaxengine.settings.fault import silence_limit
 from jaxengine.front.admission import OverloadedError, UnavailableError, WaitingRoom
 from jaxengine.front.client import EngineDeadError
 from jaxengine.front.hub import messages as hub

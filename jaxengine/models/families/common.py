@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxengine.models.errors import UnsupportedModelError
 from jaxengine.models.spec import DecoderSpec, RopeSpec
-from jaxengine.weights.values import integer, one_for_all, switch
+from jaxengine.models.values import integer, one_for_all, switch
 
 Config = dict[str, Any]
 # leaf of the parameter tree -> checkpoint tensors, concatenated along rows; {i} is the layer and

@@ -22,7 +22,7 @@ from jaxengine.models.families.common import (
     rope_spec,
 )
 from jaxengine.models.spec import DecoderSpec, MlaSpec, MoeSpec, RopeSpec
-from jaxengine.weights.values import switch
+from jaxengine.models.values import switch
 
 
 def _mla(config: Config) -> MlaSpec:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
 from jaxengine.models.families.common import Config, Names
-from jaxengine.weights.values import integer, one_for_all, switch
+from jaxengine.models.values import integer, one_for_all, switch
 
 # general.architecture -> Hugging Face architecture
 ARCHITECTURES = {

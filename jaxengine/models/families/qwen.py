@@ -18,7 +18,7 @@ from jaxengine.models.families.common import (
     windows_where,
 )
 from jaxengine.models.spec import DecoderSpec, MoeSpec
-from jaxengine.weights.values import integer
+from jaxengine.models.values import integer
 
 
 def layer_windows(config: Config) -> tuple[int, ...]:

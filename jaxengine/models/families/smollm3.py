@@ -15,7 +15,7 @@ from jaxengine.models.families.common import (
     windows_where,
 )
 from jaxengine.models.spec import DecoderSpec
-from jaxengine.weights.values import switch
+from jaxengine.models.values import switch
 
 
 def spec(config: Config) -> DecoderSpec:

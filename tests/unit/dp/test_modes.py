@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxengine.config import DataParallelConfig, EngineConfig
-from jaxengine.front.ranks.modes import local_ranks, rank_config, rank_environment
+from jaxengine.settings.ranks import local_ranks, rank_config, rank_environment
 from jaxengine.wire.merge import merge_ready, merge_results, merge_stats
 from jaxengine.wire.messages import EngineReady, EngineStats
 

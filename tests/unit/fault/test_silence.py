@@ -6,7 +6,7 @@ import pytest
 
 from jaxengine.config import FaultConfig
 from jaxengine.engine.fault.silence import TICK, Silence
-from jaxengine.executor.fault_settings import FaultSettings, fault_settings, silence_limit
+from jaxengine.settings.fault import FaultSettings, fault_settings, silence_limit
 
 
 class Other:
