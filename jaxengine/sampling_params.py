@@ -52,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     needs a reasoning parser. `logprobs` N returns the N best and the sampled token.
 
     A value that no model could be asked for raises RequestError, a ValueError, when the object is
-    made; what depends on the model is checked with the request (`jaxengine.text.validation`).
+    made; what depends on the model is checked with the request (`jaxengine.validation`).
     """
 
     n: int = 1
@@ -86,7 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stream_interval: int | None = None  # tokens in a chunk, where that is more than the server's
 
     def __post_init__(self) -> None:
-        from jaxengine.text.validation import check_values
+        from jaxengine.validation import check_values
 
         check_values(self)
 

@@ -10,7 +10,7 @@ from jaxengine.config import EngineConfig
 from jaxengine.front.llm import LLM
 from jaxengine.progress import quiet_below
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.text.validation import Limits, check_params
+from jaxengine.validation import Limits, check_params
 
 SHORT_PROMPT = 160  # bytes, some forty tokens
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig
-from jaxengine.executor.coupling import member_of
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_build import WorkerBuilt, build_worker
 from jaxengine.metrics.work import WorkModel, work_model
+from jaxengine.settings.coupling import member_of
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def event_publisher(config: EngineConfig) -> KVEventPublisher | None:
     if config.cache.kv_events_config is None:
         return None
     # Not above: an engine in a notebook needs no ZMQ.
-    from jaxengine.engine.kv_events import KVEventPublisher, parse_kv_events_config
+    from jaxengine.engine.kv_events import KVEventPublisher
+    from jaxengine.settings.kv_events import parse_kv_events_config
 
     events = parse_kv_events_config(config.cache.kv_events_config)
     rank = config.data_parallel.data_parallel_rank or 0

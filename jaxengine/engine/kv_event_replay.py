@@ -16,11 +16,11 @@ import zmq
 
 from jaxengine.offload.counters import Counters
 from jaxengine.offload.seldom import SeldomLog
+from jaxengine.settings.kv_events import MAX_REQUEST_BYTES
 
 log = logging.getLogger(__name__)
 
 END = (-1).to_bytes(8, "big", signed=True)
-MAX_REQUEST_BYTES = 1024  # of a frame
 MAX_REPLAYS = 64  # clients that are answered at once
 WAITING = 64  # batches that wait in a client's queue
 STALL = 30.0  # seconds; a client that takes nothing for so long gets no more

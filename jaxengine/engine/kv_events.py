@@ -10,68 +10,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
 
 import zmq
 
-from jaxengine.engine.kv_event_replay import MAX_REQUEST_BYTES, Replays, Socket, number
+from jaxengine.engine.kv_event_replay import Replays, Socket, number
 from jaxengine.engine.kv_event_wire import encode_batch
-from jaxengine.json_setting import json_object
-from jaxengine.offload.addresses import check_address, is_local, numbered
+from jaxengine.offload.addresses import is_local, numbered
 from jaxengine.offload.counters import Counters
 from jaxengine.offload.seldom import SeldomLog
 from jaxengine.sched.kv_events import KVEvent
+from jaxengine.settings.kv_events import _NAME, MAX_REQUEST_BYTES, KVEventsConfig
 
 log = logging.getLogger(__name__)
 
 PAUSE = 0.01  # seconds; how often a client that reads slowly is tried again
-_NAME = "kv_events_config"
-_ALIASES = {"enable_kv_cache_events": "enable"}
-
-
-@dataclass(frozen=True)
-class KVEventsConfig:
-    """Settings of the publisher. Port numbers are raised by the data-parallel rank."""
-
-    enable: bool = False
-    endpoint: str = "tcp://127.0.0.1:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000  # batches held for replay
-    hwm: int = 100_000  # batches that wait for one slow subscriber; more are lost to it
-    max_queue_size: int = 100_000  # batches that wait for the publishing thread; more are lost
-    topic: str = ""
-
-
-def parse_kv_events_config(value: str | Mapping[str, Any] | None) -> KVEventsConfig:
-    """From JSON text or a dict. Raises ValueError naming the key at fault."""
-    if value is None:
-        return KVEventsConfig()
-    given = {_ALIASES.get(key, key): item for key, item in json_object(value, _NAME).items()}
-    publisher = given.pop("publisher", None)
-    if publisher not in ("zmq", "null", None):
-        raise ValueError(f'{_NAME}.publisher must be "zmq" or "null", got {publisher!r}')
-    defaults = KVEventsConfig()
-    known = {f.name for f in fields(defaults)}
-    for key, item in given.items():
-        if key not in known:
-            raise ValueError(f"{_NAME}.{key} is not known; known are {', '.join(sorted(known))}")
-        default = getattr(defaults, key)
-        kind = str if default is None else type(default)
-        if key == "replay_endpoint" and item is None:
-            continue
-        if type(item) is not kind:
-            raise ValueError(f"{_NAME}.{key} must be {kind.__name__}, got {item!r}")
-        if isinstance(item, int) and item < 1 and kind is int:
-            raise ValueError(f"{_NAME}.{key} must be at least 1, got {item}")
-        if key == "topic" and len(item.encode()) >= MAX_REQUEST_BYTES:
-            raise ValueError(f"{_NAME}.topic must have less than {MAX_REQUEST_BYTES} bytes")
-        if key.endswith("endpoint"):
-            check_address(item, f"{_NAME}.{key}", bind=True)
-    if publisher == "null":
-        given["enable"] = False
-    return KVEventsConfig(**given)
 
 
 class KVEventPublisher:

@@ -31,9 +31,9 @@ from jaxengine.engine.fault.sentinel import (
     group_of,
     refuse_order,
 )
-from jaxengine.settings.fault import fault_settings
-from jaxengine.executor.inject import for_rank
 from jaxengine.executor.parent import tie_to_parent
+from jaxengine.settings.fault import fault_settings
+from jaxengine.settings.faults import for_rank
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (
     INVALID_REQUEST,

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from jaxengine.config import EngineConfig
-from jaxengine.executor.coupling import member_of
+from jaxengine.settings.coupling import member_of
 
 log = logging.getLogger(__name__)
 

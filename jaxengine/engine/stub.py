@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.executor.inject import Injector, carry_out, parse_faults
+from jaxengine.executor.inject import Injector, carry_out
+from jaxengine.settings.faults import parse_faults
 from jaxengine.wire.messages import (
     EngineOutput,
     EngineReady,

@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig, ParallelConfig
-from jaxengine.executor.coupling import member_of
 from jaxengine.executor.inline import InlineExecutor
 from jaxengine.executor.shards import equal_pools
 from jaxengine.models.cache import cache_bytes_per_token, device_bytes_per_token
@@ -42,6 +41,7 @@ from jaxengine.sched.buckets import Overlap, all_buckets, in_halves, row_buckets
 from jaxengine.sched.config import GroupSpec, PlannerConfig
 from jaxengine.sched.shapes import ON_DEMAND
 from jaxengine.sched.slot_record import SlotShape
+from jaxengine.settings.coupling import member_of
 from jaxengine.weights.fingerprint import fingerprint
 from jaxengine.weights.load import checkpoint_dtype, load_params, load_spec
 from jaxengine.weights.resolve import resolve_model

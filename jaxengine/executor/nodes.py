@@ -19,10 +19,10 @@ import zmq
 
 from jaxengine.config import EngineConfig, ParallelConfig
 from jaxengine.executor.around import AroundRunner
-from jaxengine.executor.coupling import member_of
 from jaxengine.executor.worker_messages import Array, Call, Sample, Stop, Submit, WireBatch
 from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
+from jaxengine.settings.coupling import member_of
 from jaxengine.wire.strangers import Strangers
 
 if TYPE_CHECKING:

@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.executor.coupling import moved
-from jaxengine.settings.fault import fault_settings
-from jaxengine.executor.inject import Fault, Injector, carry_out, parse_faults
+from jaxengine.executor.inject import Injector, carry_out
 from jaxengine.executor.worker_messages import (
     Answer,
     Array,
@@ -41,6 +39,9 @@ from jaxengine.sched.batch import Bucket
 from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
 from jaxengine.sched.shapes import ProgramKey, ShapeChooser, VerifyChooser
+from jaxengine.settings.coupling import moved
+from jaxengine.settings.fault import fault_settings
+from jaxengine.settings.faults import Fault, parse_faults
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool

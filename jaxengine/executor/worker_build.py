@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxengine.config import EngineConfig
-from jaxengine.executor.coupling import Member
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_messages import Description
 from jaxengine.models.spec import DecoderSpec
@@ -15,6 +14,7 @@ from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.buckets import row_buckets
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.slot_record import SlotShape
+from jaxengine.settings.coupling import Member
 
 if TYPE_CHECKING:
     from jaxengine.executor.build import Built

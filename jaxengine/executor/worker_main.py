@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxengine import garbage, platform
-from jaxengine.executor.coupling import member_of
 from jaxengine.executor.inject import carry_out
 from jaxengine.executor.parent import tie_to_parent
 from jaxengine.executor.program_watch import ProgramWatch
@@ -43,6 +42,7 @@ from jaxengine.executor.worker_messages import (
     TransfersDone,
     WireResult,
 )
+from jaxengine.settings.coupling import member_of
 
 if TYPE_CHECKING:
     from jaxengine.executor.build import Built

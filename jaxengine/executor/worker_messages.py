@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxengine.config import EngineConfig
-from jaxengine.executor.inject import Fault
 from jaxengine.models.spec import DecoderSpec
 from jaxengine.offload.jobs import Done, OffloadStep
 from jaxengine.offload.layout import KVLayout
@@ -25,6 +24,7 @@ from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import StepResult
 from jaxengine.sched.shapes import ProgramKey, sampler_of
 from jaxengine.sched.slot_record import SlotShape
+from jaxengine.settings.faults import Fault
 
 
 class Array(msgspec.Struct, array_like=True):

@@ -21,23 +21,19 @@ from jaxengine.front.client import EngineDeadError, EngineStartError
 from jaxengine.front.model_files import load_front, off_loop, request_size, served_name
 from jaxengine.front.ranks.balancer import ANYWHERE, Placement
 from jaxengine.front.ranks.group import EngineGroup
-from jaxengine.settings.ranks import local_ranks
 from jaxengine.front.ranks.orders import Orders
 from jaxengine.front.stream import Kind, RequestStream
 from jaxengine.front.streams import InFlight
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.settings.pooling import pooling_settings
+from jaxengine.settings.ranks import local_ranks
 from jaxengine.text.grammars import TooManyGrammarsError
 from jaxengine.text.output_processor import OutputProcessor
 from jaxengine.text.outputs import EmbeddingOutput, RequestOutput
-from jaxengine.text.pooling import (
-    check_pooling,
-    embedding_of,
-    pooling_params,
-    pooling_settings,
-)
+from jaxengine.text.pooling import check_pooling, embedding_of, pooling_params
 from jaxengine.text.processor import InputProcessor, Prompt
-from jaxengine.text.validation import Limits
+from jaxengine.validation import Limits
 from jaxengine.wire import frames as wire
 from jaxengine.wire.health import Board
 from jaxengine.wire.messages import EngineOutputs, EngineReady, EngineStats

@@ -22,17 +22,13 @@ from tqdm import tqdm
 from jaxengine.config import EngineConfig, template_kwargs
 from jaxengine.front.model_files import FrontModel, load_front, read_template
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.settings.pooling import pooling_settings
 from jaxengine.text.display import llm_html
 from jaxengine.text.output_processor import OutputProcessor
 from jaxengine.text.outputs import EmbeddingOutput, OutputKind, RequestOutput
-from jaxengine.text.pooling import (
-    check_pooling,
-    embedding_of,
-    pooling_params,
-    pooling_settings,
-)
+from jaxengine.text.pooling import check_pooling, embedding_of, pooling_params
 from jaxengine.text.processor import InputProcessor, ProcessedRequest, Prompt
-from jaxengine.text.validation import Limits, RequestError
+from jaxengine.validation import Limits, RequestError
 from jaxengine.vllm_names import note_vllm_environment
 from jaxengine.wire.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 

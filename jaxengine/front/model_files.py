@@ -15,8 +15,9 @@ import msgspec
 
 from jaxengine.config import EngineConfig
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.text.processor import Prompt, generation_override
-from jaxengine.text.validation import RequestError
+from jaxengine.settings.generation import generation_override
+from jaxengine.text.processor import Prompt
+from jaxengine.validation import RequestError
 
 if TYPE_CHECKING:
     from jaxengine.text.tokenizer import ChatTemplate, Tokenizer

@@ -6,12 +6,13 @@ costs the spans, never a request.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import urllib.parse
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from jaxengine.settings.tracing import check_tracing
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -43,23 +44,6 @@ class RequestSpan:
     first_token: float | None = None  # from arrival; None: there was none
     prefill: float = 0.0
     decode: float = 0.0
-
-
-def check_tracing(endpoint: str | None) -> None:
-    """Raises ValueError when traces are asked for and cannot be sent."""
-    if endpoint is None:
-        return
-    if urllib.parse.urlsplit(endpoint).scheme not in ("http", "https"):
-        raise ValueError(f"--otlp-traces-endpoint must be an http(s) URL, got {endpoint!r}")
-    for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            raise ValueError(
-                "--otlp-traces-endpoint needs the extra otel: pip install 'jaxengine[otel]'"
-            )
 
 
 def traces_url(endpoint: str) -> str:

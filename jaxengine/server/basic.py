@@ -19,7 +19,7 @@ from jaxengine.server.openai.chat import render
 from jaxengine.server.openai.protocol import DetokenizeBody, TokenizeBody
 from jaxengine.server.openapi import Responses, answers
 from jaxengine.server.state import LONGEST, check_length, check_model, engine_of, state_of
-from jaxengine.text.validation import check_text, check_token_ids
+from jaxengine.validation import check_text, check_token_ids
 
 router = APIRouter()
 

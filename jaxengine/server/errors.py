@@ -19,7 +19,7 @@ from jaxengine.front.async_llm import (
     UnavailableError,
 )
 from jaxengine.text.chat_template import ChatTemplateError
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 
 log = logging.getLogger(__name__)
 

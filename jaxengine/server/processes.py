@@ -25,7 +25,6 @@ from jaxengine.front.async_llm import AsyncLLM, EngineStartError, served_name
 from jaxengine.front.hub.hub import Hub
 from jaxengine.front.hub.messages import SERVING, Report
 from jaxengine.front.hub.remote import RemoteGroup
-from jaxengine.settings.ranks import local_ranks
 from jaxengine.metrics.merge import merge_texts
 from jaxengine.metrics.prometheus import Metrics
 from jaxengine.metrics.status import log_status
@@ -42,6 +41,7 @@ from jaxengine.server.run import (
     uvicorn_loop,
 )
 from jaxengine.server.state import ServerState
+from jaxengine.settings.ranks import local_ranks
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from jaxengine.front.async_llm import AsyncLLM, Placement, served_name
 from jaxengine.front.hub.messages import Figures
 from jaxengine.server.errors import ApiError
 from jaxengine.server.http_metrics import HttpMetrics
-from jaxengine.text.validation import check_text
+from jaxengine.validation import check_text
 
 LONGEST = 16  # contexts that a text or a list of ids may fill where none is generated
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

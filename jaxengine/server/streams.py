@@ -16,7 +16,7 @@ from jaxengine.server.errors import ApiError, ClientGone
 from jaxengine.server.openai.protocol import SamplingBody
 from jaxengine.text.outputs import RequestOutput
 from jaxengine.text.processor import Prompt
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 from jaxengine.wire.messages import INVALID_REQUEST, OVERLOADED, UNAVAILABLE
 
 _TURN = 16  # prompts admitted before other tasks get the event loop

@@ -232,11 +232,11 @@ def _check_json(config: EngineConfig) -> None:
 
     cache, model, fault = config.cache, config.model, config.fault
     if model.pooler_config is not None:
-        from jaxengine.text.pooling import pooling_settings
+        from jaxengine.settings.pooling import pooling_settings
 
         pooling_settings(model.pooler_config)
     if model.override_generation_config is not None:
-        from jaxengine.text.processor import generation_override
+        from jaxengine.settings.generation import generation_override
 
         generation_override(model.override_generation_config)
     if cache.kv_transfer_config is not None or cache.kv_offloading_size is not None:
@@ -244,7 +244,7 @@ def _check_json(config: EngineConfig) -> None:
 
         parse_offload(cache.kv_transfer_config, cache.kv_offloading_size)
     if cache.kv_events_config is not None:
-        from jaxengine.engine.kv_events import parse_kv_events_config
+        from jaxengine.settings.kv_events import parse_kv_events_config
 
         parse_kv_events_config(cache.kv_events_config)
     if config.scheduler.speculative_config is not None:
@@ -256,11 +256,11 @@ def _check_json(config: EngineConfig) -> None:
 
         fault_settings(fault)
     if fault.inject_faults is not None:
-        from jaxengine.executor.inject import parse_faults
+        from jaxengine.settings.faults import parse_faults
 
         parse_faults(fault.inject_faults)
     if config.server.otlp_traces_endpoint is not None:
-        from jaxengine.metrics.tracing import check_tracing
+        from jaxengine.settings.tracing import check_tracing
 
         check_tracing(config.server.otlp_traces_endpoint)
     template_kwargs(config.server.default_chat_template_kwargs)
@@ -293,7 +293,7 @@ def _check_together(config: EngineConfig) -> None:
             "node_rank",
             f"node_rank {parallel.node_rank} is not one of the {parallel.nnodes} nodes of nnodes",
         )
-    from jaxengine.executor.coupling import member_of
+    from jaxengine.settings.coupling import member_of
     from jaxengine.settings.ranks import local_ranks
 
     if member_of(config) is None:  # what an engine of a coupled group is told is no server's

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
-from jaxengine.weights.generation import token_ids
 from jaxengine.models.values import switch
+from jaxengine.weights.generation import token_ids
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future
 
 from jaxengine.structured import GrammarError, Spec, Validator
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 
 MAX_PENDING = 32  # different constraints that may wait for their check
 
@@ -68,3 +68,23 @@ class GrammarChecks:
         if not self._waiters[key]:
             del self._waiters[key]
             future.cancel()  # does nothing once it runs or is done
+
+
+def check_structured_outputs(params: SamplingParams) -> Spec | None:
+    """The constraint in canonical form; None without one. Whether its grammar compiles is found
+    out elsewhere (`text.grammars`)."""
+    field, asked = "structured_outputs", params.structured_outputs
+    if asked is None:
+        return None
+    if not isinstance(asked, StructuredOutputsParams):
+        raise RequestError(field, f"{field} must be StructuredOutputsParams, got {_show(asked)}")
+    try:
+        spec = check_structured(asked)
+    except ValueError as error:
+        raise RequestError(field, str(error)) from None
+    if spec is not None and params.allowed_token_ids is not None:
+        # together they can leave no legal token in the middle of a text
+        raise RequestError(
+            "allowed_token_ids", f"allowed_token_ids cannot be combined with {spec.field}"
+        )
+    return spec

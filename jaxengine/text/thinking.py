@@ -9,7 +9,7 @@ from jaxengine.config import HARMONY_PARSERS
 from jaxengine.sampling_params import ThinkingBudget
 from jaxengine.text.reasoning import BEGIN, END, FINAL, Start, thinking_start
 from jaxengine.text.reasoning.harmony import MESSAGE
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 
 if TYPE_CHECKING:
     from jaxengine.text.tokenizer import Tokenizer

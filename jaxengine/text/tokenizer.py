@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jaxengine.models.errors import ModelLoadError, UnsupportedModelError
+from jaxengine.models.values import integer, switch
 from jaxengine.text.gguf_tokenizer import (
     bos_token_id,
     build_tokenizer,
@@ -33,7 +34,6 @@ from jaxengine.weights.resolve import (
     is_gguf,
     read_json_if_there,
 )
-from jaxengine.models.values import integer, switch
 
 __all__ = ["ChatTemplate", "Tokenizer", "load_tokenizer"]
 

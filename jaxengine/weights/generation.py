@@ -16,7 +16,7 @@ from jaxengine.models.values import integer
 log = logging.getLogger(__name__)
 
 GENERATION_CONFIG = "generation_config.json"
-# The ranges of requests (`text.validation`): lowest, highest.
+# The ranges of requests (`validation`): lowest, highest.
 _NUMBERS = {
     "temperature": (0.0, 2.0),
     "top_p": (5e-324, 1.0),  # above 0

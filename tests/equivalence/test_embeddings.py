@@ -17,8 +17,9 @@ from jaxengine.runner.state import new_state
 from jaxengine.sched.batch import pack
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
-from jaxengine.text.pooling import pooling_params, pooling_settings
-from jaxengine.text.validation import RequestError
+from jaxengine.settings.pooling import pooling_settings
+from jaxengine.text.pooling import pooling_params
+from jaxengine.validation import RequestError
 
 LLAMA = GOLDENS / "llama"
 RNG = np.random.default_rng(5)

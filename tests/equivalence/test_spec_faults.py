@@ -21,10 +21,10 @@ from test_speculation import in_turns, spec_figures
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.core import EngineCore
-from jaxengine.executor.inject import Fault
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import WorkerDied, WorkerError
 from jaxengine.front.async_llm import AsyncLLM, Placement
+from jaxengine.settings.faults import Fault
 from jaxengine.wire.messages import EngineRequest
 
 LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}

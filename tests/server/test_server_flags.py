@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from serverlib import ROOT, Server, alive, call, chunks, events, running
 
-from jaxengine.text.processor import generation_override
+from jaxengine.settings.generation import generation_override
 
 C, CC = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

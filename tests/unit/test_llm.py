@@ -18,7 +18,7 @@ from jaxengine.config import EngineConfig
 from jaxengine.front.llm import LLM, read_template
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.text.tokenizer import Tokenizer
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 from jaxengine.wire.messages import EngineOutput, EngineReady, EngineRequest, EngineStats
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

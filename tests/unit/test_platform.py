@@ -16,12 +16,12 @@ import pytest
 from jaxengine import platform
 from jaxengine.config import EngineConfig
 from jaxengine.engine.assemble import open_built
-from jaxengine.executor.coupling import member_config
 from jaxengine.executor.nodes import run_follower
 from jaxengine.executor.worker_messages import Channel, Reply, Start, StartFailed
-from jaxengine.settings.ranks import rank_config
 from jaxengine.lab.aot import aot
 from jaxengine.lab.aot.aot_step import compile_steps
+from jaxengine.settings.coupling import member_config
+from jaxengine.settings.ranks import rank_config
 
 NAMES = (
     "XLA_FLAGS",

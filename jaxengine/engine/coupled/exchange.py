@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from jaxengine.executor.coupling import Member, exchange_address
+from jaxengine.executor.coupling import exchange_address
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.shapes import ProgramKey
+from jaxengine.settings.coupling import Member
 from jaxengine.wire.strangers import Strangers
 
 _LOOK_MS = 20  # between looks at what else may end the wait

@@ -17,13 +17,14 @@ from jaxengine.engine.coupled.exchange import (
     Wish,
 )
 from jaxengine.engine.packer import Prepared, step_sizes
-from jaxengine.executor.coupling import Interrupted, Member
-from jaxengine.settings.fault import fault_settings
+from jaxengine.executor.coupling import Interrupted
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import PeerFailed
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepPlan
 from jaxengine.sched.shapes import OverlapCounts, Overlapped, ProgramKey, ShapeChooser
+from jaxengine.settings.coupling import Member
+from jaxengine.settings.fault import fault_settings
 from jaxengine.wire import frames as wire
 
 Report = Callable[[wire.WaveNotice], None]

@@ -20,14 +20,14 @@ import zmq.asyncio
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.fault.silence import TICK, Silence
-from jaxengine.settings.fault import silence_limit
 from jaxengine.front.admission import OverloadedError, UnavailableError, WaitingRoom
 from jaxengine.front.client import EngineDeadError
 from jaxengine.front.hub import messages as hub
 from jaxengine.front.ranks.balancer import Placement
 from jaxengine.front.ranks.group import EngineGroup
 from jaxengine.metrics.prometheus import Metrics
-from jaxengine.text.validation import RequestError
+from jaxengine.settings.fault import silence_limit
+from jaxengine.validation import RequestError
 from jaxengine.wire.messages import (
     OVERLOADED,
     UNAVAILABLE,

@@ -19,13 +19,13 @@ from msgspec.structs import replace
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.fault.silence import SILENT, TICK
-from jaxengine.executor.coupling import check_coupled, is_coupled, member_config
-from jaxengine.settings.fault import fault_settings, silence_limit
 from jaxengine.front.admission import UnavailableError
 from jaxengine.front.client import EngineClient, EngineDeadError, EngineStartError
 from jaxengine.front.ranks.coupled import Coupled
-from jaxengine.settings.ranks import count_gpus, local_ranks, rank_config, rank_environment
 from jaxengine.front.ranks.placing import Placer, Watcher
+from jaxengine.settings.coupling import check_coupled, is_coupled, member_config
+from jaxengine.settings.fault import fault_settings, silence_limit
+from jaxengine.settings.ranks import count_gpus, local_ranks, rank_config, rank_environment
 from jaxengine.wire import frames as wire
 from jaxengine.wire.health import DEAD, DRAINING, HEALTHY, STARTING, UNHEALTHY, Board
 from jaxengine.wire.merge import merge_ready, merge_results

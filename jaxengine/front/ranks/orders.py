@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 from jaxengine.wire.health import HEALTHY, Board
 from jaxengine.wire.messages import FaultToleranceRequest, FaultToleranceResult
 

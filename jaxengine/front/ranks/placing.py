@@ -11,7 +11,7 @@ from jaxengine.front.admission import UnavailableError
 from jaxengine.front.client import EngineClient, EngineDeadError
 from jaxengine.front.ranks.balancer import ANYWHERE, Balancer, Placement, prefix_key
 from jaxengine.front.ranks.routes import Route, Routes
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 from jaxengine.wire.health import Board
 from jaxengine.wire.messages import EngineOutput, EngineRequest
 

@@ -16,7 +16,7 @@ import msgspec
 from jaxengine.sampling_params import StructuredOutputsParams
 from jaxengine.server.errors import ApiError
 from jaxengine.structured import check_structured, from_response_format
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 
 Constraint = StructuredOutputsParams | None
 

@@ -20,7 +20,7 @@ from jaxengine.server.openai.bodies import ChatLogprob, ChatLogprobs, Delta, Mes
 from jaxengine.server.openai.protocol import ChatBody
 from jaxengine.server.state import check_length
 from jaxengine.text.chat_template import ChatTemplateError
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 
 # fields beyond those of the two APIs, taken as in chat completions
 SAMPLING_FIELDS = (

@@ -18,7 +18,7 @@ from jaxengine.text.chat_template import (
     takes_tools,
 )
 from jaxengine.text.tools.describe import with_description
-from jaxengine.text.validation import check_text
+from jaxengine.validation import check_text
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED = {

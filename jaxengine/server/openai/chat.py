@@ -46,7 +46,7 @@ from jaxengine.server.sse import DONE, event, sse_response
 from jaxengine.server.state import body_size, check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
 from jaxengine.text.outputs import CompletionOutput, usage
-from jaxengine.text.validation import TOO_LONG, RequestError
+from jaxengine.validation import TOO_LONG, RequestError
 
 __all__ = ["ChatStream", "open_chat", "render", "router", "run_chat"]
 

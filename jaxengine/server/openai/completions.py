@@ -36,7 +36,7 @@ from jaxengine.server.streams import admit, close_all, final_outputs, merged, un
 from jaxengine.text.logprobs import PositionLogprobs
 from jaxengine.text.outputs import CompletionOutput, RequestOutput, Usage, usage
 from jaxengine.text.processor import Prompt
-from jaxengine.text.validation import MAX_N, MAX_PROMPTS
+from jaxengine.validation import MAX_N, MAX_PROMPTS
 
 router = APIRouter()
 

@@ -17,10 +17,11 @@ from jaxengine.server.fields import EMBEDDING, check_extra
 from jaxengine.server.openapi import answers
 from jaxengine.server.state import check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import final_outputs, unless_hangup
+from jaxengine.settings.pooling import pooling_settings
 from jaxengine.text.outputs import EmbeddingOutput
-from jaxengine.text.pooling import embedding_of, pooling_params, pooling_settings
+from jaxengine.text.pooling import embedding_of, pooling_params
 from jaxengine.text.processor import Prompt
-from jaxengine.text.validation import MAX_PROMPTS, RequestError
+from jaxengine.validation import MAX_PROMPTS, RequestError
 
 router = APIRouter()
 

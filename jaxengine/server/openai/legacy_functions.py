@@ -13,7 +13,7 @@ from msgspec import UNSET
 from jaxengine.server.errors import ApiError
 from jaxengine.server.openai.bodies import Delta, FunctionCall, Message
 from jaxengine.server.openai.protocol import ChatBody
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 
 
 def uses_functions(body: ChatBody) -> bool:

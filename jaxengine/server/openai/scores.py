@@ -21,7 +21,7 @@ from jaxengine.server.openapi import answers
 from jaxengine.server.state import check_model, engine_of, placement_of, request_id_of
 from jaxengine.server.streams import unless_hangup
 from jaxengine.text.outputs import EmbeddingOutput
-from jaxengine.text.validation import MAX_PROMPTS, RequestError
+from jaxengine.validation import MAX_PROMPTS, RequestError
 
 router = APIRouter()
 

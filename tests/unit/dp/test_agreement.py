@@ -18,10 +18,11 @@ from jaxengine.engine.coupled.exchange import (
     Plan,
     Wish,
 )
-from jaxengine.executor.coupling import Interrupted, Member, exchange_address, free_port
+from jaxengine.executor.coupling import Interrupted, exchange_address, free_port
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import Overlap, all_buckets
 from jaxengine.sched.shapes import ProgramKey, ShapeChooser
+from jaxengine.settings.coupling import Member
 
 BUCKETS = all_buckets(4, 64)  # decode 1, 2, 4; mixed 64
 ROWS = (1, 2, 4)

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from jaxengine.config import EngineConfig
-from jaxengine.executor.coupling import (
+from jaxengine.executor.coupling import exchange_address, free_port
+from jaxengine.settings.coupling import (
     Member,
     check_coupled,
-    exchange_address,
-    free_port,
     is_coupled,
     member_config,
     member_of,

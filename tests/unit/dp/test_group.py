@@ -19,7 +19,7 @@ from jaxengine.front.ranks.balancer import Placement
 from jaxengine.front.ranks.group import EngineGroup
 from jaxengine.front.ranks.orders import Orders
 from jaxengine.sampling_params import StructuredOutputsParams
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 from jaxengine.wire.messages import (
     UNAVAILABLE,
     EngineOutput,

@@ -17,10 +17,11 @@ from jaxengine.config import EngineConfig
 from jaxengine.engine.coupled import waves
 from jaxengine.engine.coupled.lockstep import Lockstep, _sizes
 from jaxengine.engine.packer import pack_step
-from jaxengine.executor.coupling import Interrupted, free_port, member_config, member_of
+from jaxengine.executor.coupling import Interrupted, free_port
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import Overlap, all_buckets
+from jaxengine.settings.coupling import member_config, member_of
 from jaxengine.wire.frames import WaveNotice
 
 

@@ -17,8 +17,8 @@ from jaxengine.engine.fault.outbox import Outbox
 from jaxengine.engine.fault.sentinel import RecoverableCore, Sentinel
 from jaxengine.engine.process import _busy_loop
 from jaxengine.engine.stub import StubEngineCore
-from jaxengine.settings.fault import FaultSettings
 from jaxengine.sampling_params import SamplingParams
+from jaxengine.settings.fault import FaultSettings
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (
     UNAVAILABLE,

@@ -13,7 +13,7 @@ from jaxengine.structured import GrammarError, Spec
 from jaxengine.text import grammars
 from jaxengine.text.grammars import GrammarChecks, TooManyGrammarsError
 from jaxengine.text.processor import InputProcessor
-from jaxengine.text.validation import Limits, RequestError
+from jaxengine.validation import Limits, RequestError
 
 
 def _params(**constraint: object) -> SamplingParams:

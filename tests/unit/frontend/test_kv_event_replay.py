@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from jaxengine.engine import kv_event_replay
 from jaxengine.engine.kv_event_replay import END
-from jaxengine.engine.kv_events import KVEventPublisher, KVEventsConfig
+from jaxengine.engine.kv_events import KVEventPublisher
 from jaxengine.sched.kv_events import AllBlocksCleared, BlockStored, KVEvent
+from jaxengine.settings.kv_events import KVEventsConfig
 
 
 def number(value: int) -> bytes:

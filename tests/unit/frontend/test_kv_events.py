@@ -12,9 +12,10 @@ import pytest
 import zmq
 
 from jaxengine.engine.kv_event_replay import END
-from jaxengine.engine.kv_events import KVEventPublisher, KVEventsConfig, parse_kv_events_config
+from jaxengine.engine.kv_events import KVEventPublisher
 from jaxengine.sched.config import PlannerConfig
 from jaxengine.sched.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from jaxengine.settings.kv_events import KVEventsConfig, parse_kv_events_config
 
 STORED = BlockStored([b"h1", b"h2"], None, [1, 2, 3, 4], 2)
 REMOVED = BlockRemoved([b"h1"], group_idx=1)

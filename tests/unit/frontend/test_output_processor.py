@@ -15,7 +15,7 @@ from jaxengine.text.logprobs import FLOOR, TokenTexts, position_logprobs
 from jaxengine.text.output_processor import OutputProcessor
 from jaxengine.text.outputs import RequestOutput, merge_deltas, usage
 from jaxengine.text.processor import InputProcessor, ProcessedRequest
-from jaxengine.text.validation import Limits
+from jaxengine.validation import Limits
 from jaxengine.wire.messages import EngineOutput, TokenLogprobs
 
 TOY = byte_tokenizer()

@@ -9,8 +9,9 @@ import pytest
 from toys import BYTE_VOCAB, byte_tokenizer, sp_tokenizer
 
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.text.processor import InputProcessor, default_params
-from jaxengine.text.validation import Limits, RequestError
+from jaxengine.settings.generation import default_params
+from jaxengine.text.processor import InputProcessor
+from jaxengine.validation import Limits, RequestError
 from jaxengine.wire.messages import EngineRequest
 
 TOY = byte_tokenizer(merges=(("a", "b"),))

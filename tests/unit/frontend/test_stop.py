@@ -9,7 +9,7 @@ from toys import byte_tokenizer, joined, run, sp_tokenizer
 
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.text.stop import StopChecker
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 
 TOY = byte_tokenizer(merges=(("a", "b"), ("c", "d"), ("ab", "cd"), ("e", "f")))
 SPECIAL = TOY.tk.token_to_id("<|im_end|>")

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxengine.text.thinking import thinking_budget
 from jaxengine.text.tokenizer import Tokenizer
-from jaxengine.text.validation import RequestError
+from jaxengine.validation import RequestError
 
 
 def tokenizer(*specials: str) -> Tokenizer:

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
-from jaxengine.text.validation import (
+from jaxengine.text.grammars import check_structured_outputs
+from jaxengine.validation import (
     Limits,
     RequestError,
     check_cache_salt,
     check_params,
     check_priority,
     check_prompt_ids,
-    check_structured_outputs,
     fit_to_context,
 )
 

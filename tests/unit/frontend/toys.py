@@ -11,7 +11,7 @@ from jaxengine.sampling_params import SamplingParams
 from jaxengine.text.output_processor import OutputProcessor
 from jaxengine.text.outputs import RequestOutput
 from jaxengine.text.processor import InputProcessor
-from jaxengine.text.validation import Limits
+from jaxengine.validation import Limits
 from jaxengine.wire.messages import EngineOutput
 
 BYTE_VOCAB = 300  # logits wider than the tokenizer

@@ -14,9 +14,10 @@ from jaxengine.metrics.figures import place_figure
 from jaxengine.metrics.merge import merge_texts
 from jaxengine.metrics.prometheus import Metrics, Totals, with_vllm_names
 from jaxengine.metrics.status import status_line
-from jaxengine.metrics.tracing import TRACE_HEADERS, Tracer, check_tracing, traces_url
+from jaxengine.metrics.tracing import TRACE_HEADERS, Tracer, traces_url
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.http_metrics import HttpMetrics
+from jaxengine.settings.tracing import check_tracing
 from jaxengine.wire.messages import EngineOutput, EngineRequest, EngineStats
 
 

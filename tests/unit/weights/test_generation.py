@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.text.processor import default_params
-from jaxengine.text.validation import Limits, RequestError, check_params
+from jaxengine.settings.generation import default_params
+from jaxengine.validation import Limits, RequestError, check_params
 from jaxengine.weights.generation import usable_defaults, warn_once
 from jaxengine.weights.resolve import resolve_model
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
-from jaxengine.structured import Spec, check_structured
+from jaxengine.sampling_params import SamplingParams
 
 MAX_N = 16384
 MAX_PROMPTS = 2048  # of one request, as for embeddings
@@ -263,26 +262,6 @@ def fit_to_context(params: SamplingParams, prompt_len: int, limits: Limits) -> S
     room = limits.max_model_len - prompt_len
     most = room if params.max_tokens is None else min(params.max_tokens, room)
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
-
-
-def check_structured_outputs(params: SamplingParams) -> Spec | None:
-    """The constraint in canonical form; None without one. Whether its grammar compiles is found
-    out elsewhere (`text.grammars`)."""
-    field, asked = "structured_outputs", params.structured_outputs
-    if asked is None:
-        return None
-    if not isinstance(asked, StructuredOutputsParams):
-        raise RequestError(field, f"{field} must be StructuredOutputsParams, got {_show(asked)}")
-    try:
-        spec = check_structured(asked)
-    except ValueError as error:
-        raise RequestError(field, str(error)) from None
-    if spec is not None and params.allowed_token_ids is not None:
-        # together they can leave no legal token in the middle of a text
-        raise RequestError(
-            "allowed_token_ids", f"allowed_token_ids cannot be combined with {spec.field}"
-        )
-    return spec
 
 
 _FLAGS = (
