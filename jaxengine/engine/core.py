@@ -37,10 +37,10 @@ from jaxengine.engine.controls import control
 from jaxengine.engine.grammars import Grammars
 from jaxengine.engine.outputs import NAN_ERROR, Collected, make_request, refusal
 from jaxengine.engine.packer import Packer, pack_step
-from jaxengine.engine.profile import Profiler
 from jaxengine.engine.step_figures import StepFigures
 from jaxengine.engine.transfers import Transfers
 from jaxengine.executor.coupling import Interrupted
+from jaxengine.executor.profile import Profiler
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_process import WorkerDied
 from jaxengine.sched.batch import Bucket

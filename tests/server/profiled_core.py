@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jaxengine.config import EngineConfig
-from jaxengine.engine.profile import Profiler
 from jaxengine.engine.stub import StubEngineCore
+from jaxengine.executor.profile import Profiler
 
 
 class Profiled(StubEngineCore):

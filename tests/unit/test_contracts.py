@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import glob
+import graphlib
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,6 +36,42 @@ def test_tool_finds_nothing(command: list[str]) -> None:
         [str(BIN / command[0]), *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+SETTINGS = {"config": "settings", "validation": "sampling_params"}  # files that are of a room
+
+
+def room(module: str) -> str:
+    first = module.split(".")[1]
+    return SETTINGS.get(first, first)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules of jaxengine that a file imports when it runs, inside its functions too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxengine"):
+            if node.module == "jaxengine":
+                yield from (f"jaxengine.{name.name}" for name in node.names)
+            else:
+                yield str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (n.name for n in node.names if n.name.startswith("jaxengine."))
+        yield from imported(node)
+
+
+def test_no_rooms_import_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for name in glob.iglob("jaxengine/**/*.py", root_dir=ROOT, recursive=True):
+        path = ROOT / name
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if module == "jaxengine.__init__":
+            continue  # the face of the package names what it shows
+        below = {room(found) for found in imported(ast.parse(path.read_text()))}
+        graph.setdefault(room(module), set()).update(below - {room(module), "__version__"})
+    assert len(graph) > 20
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError names the rooms
 
 
 def test_the_contracts_cover_the_planner() -> None:
