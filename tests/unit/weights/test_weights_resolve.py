@@ -103,7 +103,7 @@ def _ask(endpoint: str, model: str, cache: pathlib.Path) -> str:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, model, str(cache)],
         env=env,
-        cwd=pathlib.Path(__file__).resolve().parents[2],
+        cwd=pathlib.Path(__file__).resolve().parents[3],
         capture_output=True,
         text=True,
         timeout=60,

@@ -145,7 +145,7 @@ def test_frontend_imports_no_jax() -> None:
         "import jaxengine.weights.load, jaxengine.models.families; "
         "print([m for m in ('jax', 'jaxlib', 'torch') if m in sys.modules])"
     )
-    root = pathlib.Path(__file__).resolve().parents[2]
+    root = pathlib.Path(__file__).resolve().parents[3]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )

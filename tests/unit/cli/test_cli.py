@@ -20,7 +20,7 @@ from jaxengine.config import EngineConfig
 from jaxengine.lab.bench.http import ServerError, get_json
 from jaxengine.settings import flags as options
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 Run = Callable[..., EngineConfig]
 
 
