@@ -26,6 +26,14 @@ app = cyclopts.App(
 app.register_install_completion_command(
     help="Install completion of commands and flags for this shell."
 )
+# What a command may miss: a package of an extra, which serving does not need.
+EXTRAS = {
+    "aiohttp": "bench",
+    "matplotlib": "bench",
+    "flax": "train",
+    "optax": "train",
+    "orbax": "train",
+}
 COMMANDS: dict[str, Callable[..., int]] = {
     "serve": serve,
     "generate": generate,
@@ -77,6 +85,13 @@ def main(argv: list[str] | None = None) -> None:
         code = app(words, exit_on_error=True, result_action="return_value")
     except KeyboardInterrupt:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        missing = str(error.name).split(".")[0]
+        if missing not in EXTRAS:
+            raise
+        extra = f"pip install 'jaxengine[{EXTRAS[missing]}]'"
+        print(f"jaxengine: this command needs the package {missing}: {extra}", file=sys.stderr)
+        sys.exit(1)
     except ValueError as error:  # of the settings; one sentence is all a user needs
         print(f"jaxengine: {error}", file=sys.stderr)
         sys.exit(2)

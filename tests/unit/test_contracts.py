@@ -6,8 +6,10 @@ import ast
 import glob
 import graphlib
 import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 
 import pytest
@@ -72,6 +74,39 @@ def test_no_rooms_import_in_a_circle() -> None:
         graph.setdefault(room(module), set()).update(below - {room(module), "__version__"})
     assert len(graph) > 20
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the rooms
+
+
+# Packages that are imported by another name; those that come with another; those that are used
+# without an import (uvicorn's parser and the tool of the serving loop).
+NAMES = {"pyyaml": "yaml", "pyzmq": "zmq", "huggingface-hub": "huggingface_hub"}
+NAMES |= {"prometheus-client": "prometheus_client", "orbax-checkpoint": "orbax"}
+COME_ALONG = {"ml_dtypes", "starlette", "jaxlib"}
+BY_UVICORN = {"httptools"}
+
+
+def named(requirements: list[str]) -> set[str]:
+    names = {re.split(r"[\[<>=]", each, maxsplit=1)[0] for each in requirements}
+    return {NAMES.get(name, name) for name in names}
+
+
+def test_pyproject_names_what_is_imported() -> None:
+    """Serving imports each base dependency, and nothing that is not one; the lab has extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: named(each) for name, each in project["optional-dependencies"].items()}
+    serving: set[str] = set()
+    lab: set[str] = set()
+    for path in glob.iglob("jaxengine/**/*.py", root_dir=ROOT, recursive=True):
+        found = lab if path.startswith("jaxengine/lab/") else serving
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.Import):
+                found |= {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.split(".")[0])
+    own = set(sys.stdlib_module_names) | {"jaxengine", "__future__"} | COME_ALONG
+    base = named(project["dependencies"])
+    optional = {"obstore", "opentelemetry"}  # `obj` and `otel`
+    assert serving - own == (base - BY_UVICORN) | optional
+    assert lab - own - base == (extras["bench"] | extras["train"])
 
 
 def test_the_contracts_cover_the_planner() -> None:
