@@ -61,25 +61,25 @@ def check_int(field: str, value: object, low: int, high: int | None = None) -> i
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(field, f"{field} must be an integer, got {_show(value)}")
+        raise RequestError(field, f"{field} must be an integer, got {shown(value)}")
     if value < low or value > (INT64[1] if high is None else high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         if high is None and value > low:
             bounds = f"below 2**63, and {bounds}"
-        raise RequestError(field, f"{field} must be {bounds}, got {_show(value)}")
+        raise RequestError(field, f"{field} must be {bounds}, got {shown(value)}")
     return value
 
 
 def check_float(field: str, value: object, low: float, high: float) -> float:
     """`value` as a finite float within [low, high]; RequestError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(field, f"{field} must be a number, got {_show(value)}")
+        raise RequestError(field, f"{field} must be a number, got {shown(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RequestError(field, f"{field} must be finite, got {_show(value)}")
+        raise RequestError(field, f"{field} must be finite, got {shown(value)}")
     if not low <= number <= high:
         raise RequestError(field, f"{field} must be between {low:g} and {high:g}, got {number:g}")
     return number
@@ -88,7 +88,7 @@ def check_float(field: str, value: object, low: float, high: float) -> float:
 def check_text(field: str, value: object) -> str:
     """`value` as a string without lone surrogates (they have no UTF-8 form)."""
     if not isinstance(value, str):
-        raise RequestError(field, f"{field} must be a string, got {_show(value)}")
+        raise RequestError(field, f"{field} must be a string, got {shown(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -99,16 +99,16 @@ def check_text(field: str, value: object) -> str:
 def check_token_ids(field: str, value: object, vocab_size: int) -> list[int]:
     """`value` as a list of ids in [0, vocab_size); RequestError names the first bad one."""
     if not isinstance(value, list | tuple):
-        raise RequestError(field, f"{field} must be a list of token ids, got {_show(value)}")
+        raise RequestError(field, f"{field} must be a list of token ids, got {shown(value)}")
     ids = list(value)
     if ids and set(map(type, ids)) != {int}:
         bad = next(i for i in ids if type(i) is not int)
-        raise RequestError(field, f"{field} must hold integers only, got {_show(bad)}")
+        raise RequestError(field, f"{field} must hold integers only, got {shown(bad)}")
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(
             field,
-            f"{field} holds token id {_show(bad)}, outside the vocabulary 0..{vocab_size - 1}",
+            f"{field} holds token id {shown(bad)}, outside the vocabulary 0..{vocab_size - 1}",
         )
     return ids
 
@@ -247,7 +247,7 @@ def _checked(params: SamplingParams, limits: Limits) -> dict[str, Any]:
     if params.stream_interval is not None:
         changes["stream_interval"] = check_int("stream_interval", params.stream_interval, 1)
     if params.truncation_side not in (None, "left", "right"):
-        side = _show(params.truncation_side)
+        side = shown(params.truncation_side)
         raise RequestError("truncation_side", f"truncation_side must be left or right, got {side}")
     skip_cache = params.skip_reading_prefix_cache
     if skip_cache is None:
@@ -301,7 +301,7 @@ def _check_logprobs(field: str, value: int | None, limits: Limits) -> int | None
         count = min(count, limits.vocab_size)
     if count > most:
         raise RequestError(
-            field, f"{field} asks for {_show(value)}, above the limit max_logprobs {most}"
+            field, f"{field} asks for {shown(value)}, above the limit max_logprobs {most}"
         )
     return count
 
@@ -342,7 +342,7 @@ def _check_truncation(value: object, limits: Limits) -> int:
     return limits.max_model_len - 1 if keep == -1 else keep
 
 
-def _show(value: object) -> str:
+def shown(value: object) -> str:
     # very long integers raise in repr(); nothing long belongs in one sentence
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
         return "a huge integer"

@@ -19,7 +19,7 @@ from jaxengine.offload.tiers.object_store import ObjectStore, open_store
 from jaxengine.offload.tiers.p2p import PeerStore
 from jaxengine.offload.tiers.p2p_server import PeerServer
 from jaxengine.offload.tiers.worker import TierWorker
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 
 
 @dataclass(frozen=True)
@@ -42,31 +42,32 @@ class Offload:
 def build_offload(
     config: OffloadConfig,
     layout: KVLayout,
-    planner: PlannerConfig,
+    sched_sizes: SchedulerSizes,
     facts: Mapping[str, object],
     shared: bool = False,
 ) -> Offload:
     """The connector and what is behind it; `connector.bind` is left to the caller.
 
-    facts: what the KV of equal tokens depends on besides `layout` and `planner`: model, revision,
-    rope, weights' type. shared: a worker process maps the host pool.
+    facts: what the KV of equal tokens depends on besides `layout` and `sched_sizes`: model,
+    revision, rope, weights' type. shared: a worker process maps the host pool.
     Raises ValueError that names the setting, OSError for folder or memory.
     """
-    if not planner.enable_prefix_caching:
+    if not sched_sizes.enable_prefix_caching:
         raise ValueError("KV offload needs enable_prefix_caching: blocks are found by their hash")
-    if config.shares_hashes and planner.prefix_caching_hash_algo == "xxhash":
-        if not planner.hash_seed:
+    if config.shares_hashes and sched_sizes.prefix_caching_hash_algo == "xxhash":
+        if not sched_sizes.hash_seed:
             raise ValueError(
                 "prefix_caching_hash_algo xxhash without a hash seed names blocks differently in "
                 "every process: use sha256, or host memory only"
             )
-    if len(planner.groups) != layout.num_groups:
+    if len(sched_sizes.groups) != layout.num_groups:
         raise ValueError(
-            f"the planner has {len(planner.groups)} KV groups, the layout {layout.num_groups}"
+            f"the scheduler has {len(sched_sizes.groups)} KV groups, the layout {layout.num_groups}"
         )
-    if planner.block_size != layout.block_size:
+    if sched_sizes.block_size != layout.block_size:
         raise ValueError(
-            f"block_size is {planner.block_size} for the planner, {layout.block_size} in the layout"
+            f"block_size is {sched_sizes.block_size} for the scheduler, "
+            f"{layout.block_size} in the layout"
         )
     num_slots = config.cpu_bytes // layout.slot_bytes
     if num_slots < 1:
@@ -78,8 +79,8 @@ def build_offload(
         {
             **facts,
             "layout": layout.facts(),
-            "windows": [group.window for group in planner.groups],
-            "hash": [planner.prefix_caching_hash_algo, planner.hash_seed],
+            "windows": [group.window for group in sched_sizes.groups],
+            "hash": [sched_sizes.prefix_caching_hash_algo, sched_sizes.hash_seed],
         }
     )
     counters = Counters()
@@ -99,7 +100,7 @@ def build_offload(
         pool.close()
         raise
     manager = OffloadManager(host, tiers, layout.page_bytes, counters)
-    return Offload(OffloadingConnector(config, planner, manager), pool, layout, server)
+    return Offload(OffloadingConnector(config, sched_sizes, manager), pool, layout, server)
 
 
 def _tiers(

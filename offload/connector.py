@@ -24,7 +24,7 @@ from jaxengine.offload.keys import OffloadKey, group_suffix
 from jaxengine.offload.manager import OffloadManager, Search
 from jaxengine.offload.prefix import loadable_blocks, needed_blocks, reach_of
 from jaxengine.offload.tiers.host import State
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.connector import LoadResult
 from jaxengine.sched.kv_cache import KVCache
 from jaxengine.sched.plan import StepPlan
@@ -72,7 +72,7 @@ class OffloadingConnector:
     def __init__(
         self,
         config: OffloadConfig,
-        planner: PlannerConfig,
+        sched_sizes: SchedulerSizes,
         manager: OffloadManager,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,10 +80,12 @@ class OffloadingConnector:
         self._clock = clock
         self.config = config
         self.manager = manager
-        self._size = planner.block_size
-        self._reaches = [reach_of(group.window, planner.block_size) for group in planner.groups]
-        self._suffixes = [group_suffix(group) for group in range(len(planner.groups))]
-        self._cursor = np.zeros(planner.max_num_seqs, np.int64)  # blocks considered, by slot
+        self._size = sched_sizes.block_size
+        self._reaches = [
+            reach_of(group.window, sched_sizes.block_size) for group in sched_sizes.groups
+        ]
+        self._suffixes = [group_suffix(group) for group in range(len(sched_sizes.groups))]
+        self._cursor = np.zeros(sched_sizes.max_num_seqs, np.int64)  # blocks considered, by slot
         self._tracked: weakref.WeakKeyDictionary[Request, _Tracked] = weakref.WeakKeyDictionary()
         self._ids = itertools.count(1)
         self._jobs: dict[int, _Job] = {}
@@ -96,7 +98,7 @@ class OffloadingConnector:
         self._kv: KVCache | None = None
 
     def bind(self, kv: KVCache) -> None:
-        """The planner's cache; called once, before the first request."""
+        """The scheduler's cache; called once, before the first request."""
         self._kv = kv
 
     # -- KVConnector ------------------------------------------------------------------------
@@ -297,7 +299,7 @@ class OffloadingConnector:
 
     def _all_keys(self, request: Request) -> list[list[OffloadKey]]:
         """[full blocks][group] names of the blocks of all known tokens."""
-        assert self._kv is not None, "the connector was not bound to the planner's cache"
+        assert self._kv is not None, "the connector was not bound to the scheduler's cache"
         keys, hashes = self._track(request).keys, self._kv.hash_blocks(request)
         for block_hash in hashes[len(keys) :]:
             keys.append([block_hash + suffix for suffix in self._suffixes])

@@ -1,4 +1,4 @@
-"""What the planner side and the device side tell each other: plain data, msgpack on the wire."""
+"""What the scheduler side and the device side tell each other: plain data, msgpack on the wire."""
 
 from __future__ import annotations
 

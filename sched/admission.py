@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jaxengine.sched.kv_cache import PrefixHit
 from jaxengine.sched.request import Request, RequestStatus
-from jaxengine.sched.state import PlannerState, cohort_is_full, release, run, start
+from jaxengine.sched.state import SchedulerState, cohort_is_full, release, run, start
 
 
-def admit(state: PlannerState, budget: int) -> None:
+def admit(state: SchedulerState, budget: int) -> None:
     """Start waiting requests. The head that does not fit stops the loop: nobody overtakes it.
     Requests that wait for something else (grammar, lookup, their own late output) are passed by.
     """
@@ -42,7 +42,7 @@ def admit(state: PlannerState, budget: int) -> None:
         state.waiting.prepend(request)
 
 
-def take_finished_loads(state: PlannerState) -> None:
+def take_finished_loads(state: SchedulerState) -> None:
     """Requests whose load ended start to run behind what was loaded; the rest is computed."""
     if state.connector is None:
         return
@@ -72,7 +72,7 @@ def _is_blocked(request: Request) -> bool:
     return request.num_stale_output_tokens > 0 and not request.drop_stale
 
 
-def _external_tokens(state: PlannerState, request: Request, local: int) -> int | None:
+def _external_tokens(state: SchedulerState, request: Request, local: int) -> int | None:
     """Tokens that the connector will load behind the local hit; None = ask again later."""
     if state.connector is None or request.skip_reading_prefix_cache:
         return 0
@@ -80,7 +80,7 @@ def _external_tokens(state: PlannerState, request: Request, local: int) -> int |
     return external and max(0, min(external, request.num_tokens - 1 - local))
 
 
-def _first_chunk(state: PlannerState, request: Request, local: int, budget: int) -> int:
+def _first_chunk(state: SchedulerState, request: Request, local: int, budget: int) -> int:
     """Tokens of the first step; 0 when they may not be split and are too many."""
     n = request.num_tokens - local
     threshold = state.config.long_prefill_token_threshold
@@ -91,7 +91,7 @@ def _first_chunk(state: PlannerState, request: Request, local: int, budget: int)
     return min(n, budget)
 
 
-def _fit_blocks(state: PlannerState, request: Request, hit: PrefixHit, n: int) -> int:
+def _fit_blocks(state: SchedulerState, request: Request, hit: PrefixHit, n: int) -> int:
     """Tokens of `n` behind the hit for which there are blocks; 0 = not now."""
     config = state.config
     local = hit.num_blocks * config.block_size

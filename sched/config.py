@@ -1,4 +1,4 @@
-"""Planner settings. Plain data; `jaxengine.config.SchedulerConfig` and `CacheConfig` fill it."""
+"""Scheduler settings. Plain data; `jaxengine.config.SchedulerConfig` and `CacheConfig` fill it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class GroupSpec:
 
 
 @dataclass(frozen=True)
-class PlannerConfig:
+class SchedulerSizes:
     """Everything the scheduler needs to know. Sizes in tokens unless said."""
 
     max_num_seqs: int

@@ -1,4 +1,4 @@
-"""What the planner asks of a KV source outside the pool (host memory, disk, another engine)."""
+"""What the scheduler asks of a KV source outside the pool (host memory, disk, another engine)."""
 
 from __future__ import annotations
 

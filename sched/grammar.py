@@ -1,4 +1,4 @@
-"""What the planner and the engine ask of structured output."""
+"""What the scheduler and the engine ask of structured output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxengine.sched.plan import Int32
 class Grammar(Protocol):
     """The matcher of one request. Its state always equals the committed output tokens.
 
-    The planner holds a request back until `ready`, and calls `accept` once for every token it
+    The scheduler holds a request back until `ready`, and calls `accept` once for every token it
     keeps. A grammar that fails to compile never gets ready: whoever compiles it aborts the request.
     """
 

@@ -1,14 +1,14 @@
-"""The invariants of the planner, checked. For tests and for a doctor, not for the hot path."""
+"""The invariants of the scheduler, checked. For tests and for a doctor, not for the hot path."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from jaxengine.sched.request import Request, RequestStatus
-from jaxengine.sched.state import PlannerState
+from jaxengine.sched.state import SchedulerState
 
 
-def check_integrity(state: PlannerState, num_in_flight_steps: int) -> None:
+def check_integrity(state: SchedulerState, num_in_flight_steps: int) -> None:
     """Raises AssertionError that names what is broken."""
     waiting = list(state.waiting)
     _check_places(state, waiting)
@@ -20,7 +20,7 @@ def check_integrity(state: PlannerState, num_in_flight_steps: int) -> None:
             assert in_flight == (0, 0), f"{request}: idle, but has {in_flight} in flight"
 
 
-def _check_places(state: PlannerState, waiting: list[Request]) -> None:
+def _check_places(state: SchedulerState, waiting: list[Request]) -> None:
     loading = list(state.loading.values())
     placed = [*waiting, *state.running, *(r for r in loading if not r.is_finished)]
     assert len(set(placed)) == len(placed), "a request is in two places"
@@ -35,7 +35,7 @@ def _check_places(state: PlannerState, waiting: list[Request]) -> None:
     assert state.running_slots().tolist() == [r.slot for r in state.running], "slot order is stale"
 
 
-def _check_blocks(state: PlannerState) -> None:
+def _check_blocks(state: SchedulerState) -> None:
     kv, table = state.kv, state.table
     null = kv.pool.null
     owners = np.zeros(null + 1, np.int64)
@@ -52,7 +52,7 @@ def _check_blocks(state: PlannerState) -> None:
     assert kv.pool.num_free + distinct == null, "free blocks + owned blocks != all"
 
 
-def _check_counters(state: PlannerState, r: Request) -> None:
+def _check_counters(state: SchedulerState, r: Request) -> None:
     stale, in_flight = r.num_stale_output_tokens, r.num_in_flight_tokens
     assert in_flight >= stale >= 0, f"{r}: {in_flight} tokens in flight, {stale} stale"
     assert r.drop_stale <= (stale > 0), f"{r}: drops stale output, but has none"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxengine.sched.block_pool import BlockPool
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.hashing import extend_hashes, hash_function, root_hash, salt_extra
 from jaxengine.sched.kv_events import BlockStored
 from jaxengine.sched.plan import Int32
@@ -36,7 +36,7 @@ def ceil_div(a: int, b: int) -> int:
 class KVCache:
     """Gives blocks to slots, takes them back, finds and registers equal prefixes."""
 
-    def __init__(self, config: PlannerConfig, table: SlotTable, *, record_events: bool) -> None:
+    def __init__(self, config: SchedulerSizes, table: SlotTable, *, record_events: bool) -> None:
         self.config = config
         self.table = table
         self.pool = BlockPool(

@@ -1,6 +1,6 @@
 """Events of the prefix cache, for routers that want to know which engine holds what.
 
-Who publishes them, and in what form, is not the planner's business.
+Who publishes them, and in what form, is not the scheduler's business.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class StepPlan:
     # [S] drafts of the row are in flight: `start` and `num_output` are the most they can be, the
     # device knows how many tokens there are.
     uncertain: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    # [S] which residence of the slot the row belongs to (planner's own; see `SlotTable.epoch`).
+    # [S] which residence of the slot the row belongs to (scheduler's own; see `SlotTable.epoch`).
     epochs: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
     has_grammar: bool = False  # some sampling row is constrained
     # Some constrained row's previous token is still in flight: sample only after its update().

@@ -8,13 +8,13 @@ from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.rows import Settled, settle
 from jaxengine.sched.slots import Index
-from jaxengine.sched.state import PlannerState
+from jaxengine.sched.state import SchedulerState
 from jaxengine.sched.updates import ERROR, Finish, UpdateBatch, cut_at_stop, finish_of
 
 Ends = dict[int, Finish]  # by row of the plan
 
 
-def reconcile(state: PlannerState, plan: StepPlan, result: StepResult) -> UpdateBatch:
+def reconcile(state: SchedulerState, plan: StepPlan, result: StepResult) -> UpdateBatch:
     """Settle counters, tokens and stops, and register full blocks. Ending the finished requests
     is left to the caller."""
     table = state.table
@@ -42,7 +42,7 @@ def reconcile(state: PlannerState, plan: StepPlan, result: StepResult) -> Update
     return UpdateBatch(rows, requests, result.token_ids[rows], num_new[rows], first[rows], ends)
 
 
-def _live_ends(state: PlannerState, plan: StepPlan, result: StepResult, settled: Settled) -> Ends:
+def _live_ends(state: SchedulerState, plan: StepPlan, result: StepResult, settled: Settled) -> Ends:
     """Ends of rows that still hold their slot; grammars see the tokens that are kept."""
     ends: Ends = {}
     bad = result.bad_rows
@@ -63,7 +63,7 @@ def _live_ends(state: PlannerState, plan: StepPlan, result: StepResult, settled:
     return ends
 
 
-def _register(state: PlannerState, plan: StepPlan, result: StepResult, settled: Settled) -> None:
+def _register(state: SchedulerState, plan: StepPlan, result: StepResult, settled: Settled) -> None:
     """Full blocks of processed tokens may be found from now on: no placeholder among them, and
     no draft that a stop cut off."""
     table, s = state.table, settled.slots

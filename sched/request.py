@@ -1,4 +1,4 @@
-"""One sequence, as the planner sees it."""
+"""One sequence, as the scheduler sees it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RequestStatus(enum.IntEnum):
 class Request:
     """Token ids, counters and limits of one sequence. Identity is the object, not the id.
 
-    While the request holds a slot its counters live in the planner's `SlotTable`, so that a step
+    While the request holds a slot its counters live in the scheduler's `SlotTable`, so that a step
     can treat all rows at once; the properties here read them there. Without a slot nothing is
     computed and nothing is booked, so only the tokens need a home of their own.
     """

@@ -7,10 +7,10 @@ import numpy as np
 from jaxengine.sched.queue import rank
 from jaxengine.sched.request import Request
 from jaxengine.sched.rows import fit_budget, wanted
-from jaxengine.sched.state import PlannerState, preempt
+from jaxengine.sched.state import SchedulerState, preempt
 
 
-def schedule_running(state: PlannerState, budget: int) -> int:
+def schedule_running(state: SchedulerState, budget: int) -> int:
     """Write `table.num_scheduled` of every running request, in order; preempt where blocks are
     short. Returns the tokens given."""
     table, slots = state.table, state.running_slots()
@@ -39,7 +39,7 @@ def schedule_running(state: PlannerState, budget: int) -> int:
     return int(table.num_scheduled[slots].sum())
 
 
-def _grow(state: PlannerState, request: Request, total: int) -> None:
+def _grow(state: SchedulerState, request: Request, total: int) -> None:
     """Have blocks for `total` tokens of a request, at the cost of others if need be."""
     slot, scheduled = request.slot, state.table.num_scheduled
     if slot < 0 or scheduled[slot] == 0:  # preempted a moment ago

@@ -1,4 +1,4 @@
-"""The planner: who runs how many tokens in the next step, and what its result means.
+"""The scheduler: who runs how many tokens in the next step, and what its result means.
 
 `schedule` plans with counts, never with token values: it advances `num_computed` at once, books a
 placeholder for every token a step will sample, and so can plan step N+1 while step N runs.
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxengine.sched.admission import admit, take_finished_loads
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.connector import KVConnector
 from jaxengine.sched.integrity import check_integrity
 from jaxengine.sched.kv_cache import KVCache
@@ -30,7 +30,7 @@ from jaxengine.sched.request import Request
 from jaxengine.sched.rows import book
 from jaxengine.sched.running import schedule_running
 from jaxengine.sched.slots import SlotTable
-from jaxengine.sched.state import PlannerState, finish, preempt, release
+from jaxengine.sched.state import SchedulerState, finish, preempt, release
 from jaxengine.sched.updates import ABORTED, UpdateBatch
 
 
@@ -43,7 +43,7 @@ class Scheduler:
 
     def __init__(
         self,
-        config: PlannerConfig,
+        config: SchedulerSizes,
         *,
         connector: KVConnector | None = None,
         record_events: bool = False,
@@ -53,7 +53,7 @@ class Scheduler:
         table = SlotTable(config.max_num_seqs, config.max_model_len)
         kv = KVCache(config, table, record_events=record_events)
         self.config = config
-        self.state = PlannerState(config, table, kv, make_queue(config.policy), connector)
+        self.state = SchedulerState(config, table, kv, make_queue(config.policy), connector)
         self.num_scheduled_steps = 0
         self.num_processed_steps = 0
         self._max_feasible = kv.max_feasible_tokens()
@@ -315,7 +315,7 @@ class Scheduler:
         check_integrity(self.state, self.num_in_flight_steps)
 
 
-def _validate(config: PlannerConfig) -> None:
+def _validate(config: SchedulerSizes) -> None:
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")

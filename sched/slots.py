@@ -1,7 +1,7 @@
 """The counters of every resident request, as NumPy arrays indexed by slot.
 
 A request that owns KV blocks owns a slot: its row in these arrays, in the block tables and in
-the device state. Almost every row of almost every step is a plain decode row, so the planner
+the device state. Almost every row of almost every step is a plain decode row, so the scheduler
 does its arithmetic on whole columns (see `rows.py`) and touches Python only for exceptions.
 """
 

@@ -1,4 +1,4 @@
-"""Everything the planner remembers, and the moves a request makes between its places.
+"""Everything the scheduler remembers, and the moves a request makes between its places.
 
 A request is in exactly one place: `waiting`, `running` or `loading`, until it ends.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.connector import KVConnector
 from jaxengine.sched.kv_cache import KVCache, PrefixHit
 from jaxengine.sched.queue import WaitingQueue
@@ -30,8 +30,8 @@ class PrefixStats:
 
 
 @dataclass
-class PlannerState:
-    config: PlannerConfig
+class SchedulerState:
+    config: SchedulerSizes
     table: SlotTable
     kv: KVCache
     waiting: WaitingQueue
@@ -44,7 +44,7 @@ class PlannerState:
     num_preemptions: int = 0
     prefix: PrefixStats = field(default_factory=PrefixStats)
     order: Index | None = None  # slots of `running`; None = out of date
-    cohort: int = 0  # whose turn it is; see PlannerConfig.num_cohorts
+    cohort: int = 0  # whose turn it is; see SchedulerSizes.num_cohorts
 
     def running_slots(self) -> Index:
         if self.order is None:
@@ -56,7 +56,7 @@ class PlannerState:
         return len(self.running) + len(self.waiting) > 1
 
 
-def cohort_is_full(state: PlannerState) -> bool:
+def cohort_is_full(state: SchedulerState) -> bool:
     """The cohort whose turn it is has its share of all requests."""
     if state.config.num_cohorts == 1:
         return False
@@ -65,7 +65,7 @@ def cohort_is_full(state: PlannerState) -> bool:
     return int(members) >= -(-total // state.config.num_cohorts)
 
 
-def start(state: PlannerState, request: Request, hit: PrefixHit, num_tokens: int) -> int:
+def start(state: SchedulerState, request: Request, hit: PrefixHit, num_tokens: int) -> int:
     """Give a slot, the blocks of `hit`, and blocks for `num_tokens` tokens. Returns the slot."""
     slot = state.table.attach(request, request.stop_length)
     state.kv.admit(slot, hit, num_tokens)
@@ -83,7 +83,7 @@ def start(state: PlannerState, request: Request, hit: PrefixHit, num_tokens: int
     return slot
 
 
-def run(state: PlannerState, request: Request) -> None:
+def run(state: SchedulerState, request: Request) -> None:
     """A request that owns slot and blocks joins the running ones."""
     request.status = RequestStatus.RUNNING
     state.table.cohort[request.slot] = state.cohort
@@ -92,7 +92,7 @@ def run(state: PlannerState, request: Request) -> None:
     state.order = None
 
 
-def release(state: PlannerState, request: Request, *, forget: bool = False) -> None:
+def release(state: SchedulerState, request: Request, *, forget: bool = False) -> None:
     """Take slot and blocks. Steps in flight may still use them: the device works in order, so
     whoever gets them next comes after."""
     state.kv.free(request.slot, forget=forget)
@@ -100,7 +100,7 @@ def release(state: PlannerState, request: Request, *, forget: bool = False) -> N
     state.order = None
 
 
-def preempt(state: PlannerState, request: Request, *, drop: bool = False) -> None:
+def preempt(state: SchedulerState, request: Request, *, drop: bool = False) -> None:
     """Take slot and blocks; the request starts over from the front of the queue.
 
     What it has in flight becomes stale: delivered once when it comes (it was sampled from a
@@ -120,7 +120,7 @@ def preempt(state: PlannerState, request: Request, *, drop: bool = False) -> Non
     state.num_preemptions += 1
 
 
-def finish(state: PlannerState, ends: list[tuple[Request, Finish]]) -> None:
+def finish(state: SchedulerState, ends: list[tuple[Request, Finish]]) -> None:
     """End these requests, wherever they are."""
     queued: set[Request] = set()
     for request, end in ends:

@@ -26,7 +26,7 @@ from jaxengine.lab.simulate.table import Table, load_table
 from jaxengine.lab.simulate.tiers import TierConfig
 from jaxengine.lab.simulate.workload import faster, random_requests
 from jaxengine.models.families import spec_from_config
-from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.sched.config import GroupSpec, SchedulerSizes
 
 if TYPE_CHECKING:
     from jaxengine.engine.core import EngineCore
@@ -134,19 +134,19 @@ def make_cluster(
         raise ValueError("give --table FILE (see --calibrate) or --device NAME with MODEL")
     if hardware.table is not None:
         table = load_table(hardware.table)
-        planner, pages = _measured(table, engine)
+        sched_sizes, pages = _measured(table, engine)
         cost: Table | Roofline = table
     else:
         assert hardware.device is not None
-        cost, planner, pages = _roofline(model, hardware, engine, requests)
+        cost, sched_sizes, pages = _roofline(model, hardware, engine, requests)
     tier = None
     if engine.cpu_offload_gib:
         tier = TierConfig(engine.cpu_offload_gib, pages, engine.policy)
     depth = 2 if engine.async_scheduling else 1
-    return Cluster(planner, cost, engine.ranks, depth, engine.data_parallel_affinity, tier)
+    return Cluster(sched_sizes, cost, engine.ranks, depth, engine.data_parallel_affinity, tier)
 
 
-def _measured(table: Table, engine: Engine) -> tuple[PlannerConfig, tuple[int, ...]]:
+def _measured(table: Table, engine: Engine) -> tuple[SchedulerSizes, tuple[int, ...]]:
     """The measured engine's sizes, where no flag says otherwise."""
     changes = {
         "max_num_seqs": engine.max_num_seqs,
@@ -161,14 +161,14 @@ def _measured(table: Table, engine: Engine) -> tuple[PlannerConfig, tuple[int, .
         if given.get(name, 0) > most:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} {given[name]} is above the {most} of the measured engine")
-    planner = table.planner(**given, enable_prefix_caching=engine.enable_prefix_caching)
-    scale = planner.block_size / table.engine["block_size"]
-    return planner, tuple(int(size * scale) for size in table.page_bytes)
+    sched_sizes = table.sched_sizes(**given, enable_prefix_caching=engine.enable_prefix_caching)
+    scale = sched_sizes.block_size / table.engine["block_size"]
+    return sched_sizes, tuple(int(size * scale) for size in table.page_bytes)
 
 
 def _roofline(
     model: str | None, hardware: Hardware, engine: Engine, requests: list[BenchRequest]
-) -> tuple[Roofline, PlannerConfig, tuple[int, ...]]:
+) -> tuple[Roofline, SchedulerSizes, tuple[int, ...]]:
     """A GPU, the sizes that an engine on it would have, and the bytes of a block by group."""
     if model is None:
         raise ValueError("--device needs MODEL: a folder with a config.json, or that file")
@@ -189,7 +189,7 @@ def _roofline(
     seqs = engine.max_num_seqs or 256
     most = -(-max_len // block) * seqs  # more can never be used
     spec = cost.spec
-    planner = PlannerConfig(
+    sched_sizes = SchedulerSizes(
         max_num_seqs=seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens or 8192,
         max_model_len=max_len,
@@ -200,7 +200,7 @@ def _roofline(
     )
     windows = spec.windows or (0,) * spec.num_layers
     layer = cost.token_bytes // spec.num_layers * block
-    return cost, planner, tuple(layer * windows.count(window) for window in spec.groups)
+    return cost, sched_sizes, tuple(layer * windows.count(window) for window in spec.groups)
 
 
 def run_calibrate(

@@ -100,8 +100,8 @@ class EngineCore:
         self._events = event_publisher(config)
         self._speculator: Speculator | None = None
         if speculation is not None:
-            planner = replace(built.planner, max_drafts=speculation.num_speculative_tokens)
-            self.built = built = replace(built, planner=planner)
+            sched_sizes = replace(built.sched_sizes, max_drafts=speculation.num_speculative_tokens)
+            self.built = built = replace(built, sched_sizes=sched_sizes)
             self._speculator = self._make_speculator(speculation)
         shards = range(built.num_shards)
         self._packers = [
@@ -114,7 +114,12 @@ class EngineCore:
             for i in shards
         ]
         self._transfers = Transfers(
-            config, self.executor, built.planner, built.kv_layout, built.kv_facts, built.num_shards
+            config,
+            self.executor,
+            built.sched_sizes,
+            built.kv_layout,
+            built.kv_facts,
+            built.num_shards,
         )
         self._plan_afresh()
         self._inflight: deque[InFlight] = deque()
@@ -128,7 +133,7 @@ class EngineCore:
         self._outputs: list[EngineOutput] = []  # made outside of steps
         self._collected = Collected()
         self._stats = EngineStats(
-            pipeline_depth=self.depth, num_blocks=built.planner.num_blocks * len(shards)
+            pipeline_depth=self.depth, num_blocks=built.sched_sizes.num_blocks * len(shards)
         )
 
     def _plan_afresh(self) -> None:
@@ -136,7 +141,7 @@ class EngineCore:
         record = self._events is not None
         self._shards = [
             Scheduler(
-                self.built.planner, connector=self._transfers.connector(i), record_events=record
+                self.built.sched_sizes, connector=self._transfers.connector(i), record_events=record
             )
             for i in range(self.built.num_shards)
         ]
@@ -148,7 +153,9 @@ class EngineCore:
 
     def _make_speculator(self, speculation: SpeculativeConfig) -> Speculator:
         assert isinstance(self.executor, Verifier)
-        return Speculator(speculation, self.built.planner, self.executor, self.config.runner.warmup)
+        return Speculator(
+            speculation, self.built.sched_sizes, self.executor, self.config.runner.warmup
+        )
 
     def use_speculation(self, setting: str | dict[str, Any] | None) -> None:
         """Speculate otherwise from now on (None: not at all), within the K that the engine was
@@ -157,10 +164,10 @@ class EngineCore:
             raise ValueError("use_speculation is for an engine without requests")
         speculation = None if setting is None else parse_speculative_config(setting)
         most = 0 if speculation is None else speculation.num_speculative_tokens
-        if most > self.built.planner.max_drafts:
+        if most > self.built.sched_sizes.max_drafts:
             raise ValueError(
                 f"speculative_config asks for {most} drafts, but the engine was started for "
-                f"{self.built.planner.max_drafts}"
+                f"{self.built.sched_sizes.max_drafts}"
             )
         self._speculator = None
         if speculation is not None and most:
@@ -173,7 +180,7 @@ class EngineCore:
         with self._books:
             try:
                 request = make_request(
-                    wire, self.built.planner.max_model_len, self._packers[0], self._grammars
+                    wire, self.built.sched_sizes.max_model_len, self._packers[0], self._grammars
                 )
                 self.scheduler.add(request)
                 if request.grammar is not None:
@@ -399,8 +406,8 @@ class EngineCore:
                 self.scheduler.abort()
                 self.scheduler.check_integrity()
                 self._publish_events()
-            except Exception:  # noqa: BLE001 - the fault may have been in the planner itself
-                log.exception("the fault broke the planner's books; they are begun anew")
+            except Exception:  # noqa: BLE001 - the fault may have been in the scheduler itself
+                log.exception("the fault broke the scheduler's books; they are begun anew")
                 self._plan_afresh()
                 if self._events is not None:
                     self._events.publish([AllBlocksCleared()])
@@ -461,11 +468,11 @@ class EngineCore:
             return control(self, method, args)
 
     def ready(self) -> EngineReady:
-        planner = self.built.planner
+        sched_sizes = self.built.sched_sizes
         return EngineReady(
-            max_model_len=planner.max_model_len,
-            num_blocks=planner.num_blocks * len(self._shards),
-            block_size=planner.block_size,
+            max_model_len=sched_sizes.max_model_len,
+            num_blocks=sched_sizes.num_blocks * len(self._shards),
+            block_size=sched_sizes.block_size,
             vocab_size=self.built.spec.vocab_size,
             info=self.built.info,
         )

@@ -1,4 +1,4 @@
-"""From requests of the wire to the planner's, and from a step's results to outputs."""
+"""From requests of the wire to the scheduler's, and from a step's results to outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAN_ERROR = "the model's logits held NaN or infinity, or no token was legal"
 def make_request(
     wire: EngineRequest, max_model_len: int, packer: Packer, grammars: Grammars
 ) -> Request:
-    """The planner's request. Raises ValueError for what this engine cannot do."""
+    """The scheduler's request. Raises ValueError for what this engine cannot do."""
     params = wire.params
     limit = max_model_len - len(wire.prompt_token_ids)
     # Positions that are not computed have no logits.

@@ -11,7 +11,7 @@ from jaxengine.offload.build import Offload, build_offload
 from jaxengine.offload.config import parse_offload
 from jaxengine.offload.jobs import OffloadStep
 from jaxengine.offload.layout import KVLayout
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.connector import KVConnector
 from jaxengine.sched.executor import Executor
 from jaxengine.sched.plan import StepPlan
@@ -25,7 +25,7 @@ class Transfers:
         self,
         config: EngineConfig,
         executor: Executor,
-        planner: PlannerConfig,
+        sched_sizes: SchedulerSizes,
         layout: KVLayout,
         facts: dict[str, Any],
         num_shards: int,
@@ -42,7 +42,7 @@ class Transfers:
         rank = config.data_parallel.data_parallel_rank or 0
         for shard in range(num_shards):
             share = wanted.share(num_shards, shard, rank)
-            self._offloads.append(build_offload(share, layout, planner, facts, shared))
+            self._offloads.append(build_offload(share, layout, sched_sizes, facts, shared))
         executor.open_transfers([offload.pool for offload in self._offloads], layout)
 
     def connector(self, shard: int) -> KVConnector | None:

@@ -38,7 +38,7 @@ from jaxengine.runner.state import DeviceState, state_shapes
 from jaxengine.runner.warmup import first_keys, warmup_keys
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.buckets import Overlap, all_buckets, in_halves, row_buckets
-from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.sched.config import GroupSpec, SchedulerSizes
 from jaxengine.sched.shapes import ON_DEMAND
 from jaxengine.sched.slot_record import SlotShape
 from jaxengine.settings.coupling import member_of
@@ -54,7 +54,7 @@ class Built:
     """What the engine core runs on."""
 
     executor: InlineExecutor
-    planner: PlannerConfig
+    sched_sizes: SchedulerSizes
     batch_shape: BatchShape
     slot_shape: SlotShape
     spec: DecoderSpec
@@ -104,28 +104,28 @@ def build(config: EngineConfig) -> Built:
     )
     if prospect is not None:
         weights += prospect.weight_bytes
-    planner = plan_sizes(config, spec, kv_dtype, block_size, layout, drafter_bytes, weights)
+    sched_sizes = plan_sizes(config, spec, kv_dtype, block_size, layout, drafter_bytes, weights)
     if member is not None:
-        planner = equal_pools(planner)
-    stored = for_context(spec, planner.max_model_len)  # as in the checkpoint
+        sched_sizes = equal_pools(sched_sizes)
+    stored = for_context(spec, sched_sizes.max_model_len)  # as in the checkpoint
     spec, placement = place_experts(config.parallel, stored)
     if layout.record_experts and spec.moe is not None:
         assert config.parallel.record_expert_load is not None
         expert_load.start(config.parallel.record_expert_load, spec.num_layers, spec.moe.num_experts)
     batch_shape = BatchShape(
-        num_groups=len(planner.groups),
-        table_width=-(-planner.max_model_len // planner.block_size),
-        block_size=planner.block_size,
-        num_blocks=planner.num_blocks,
+        num_groups=len(sched_sizes.groups),
+        table_width=-(-sched_sizes.max_model_len // sched_sizes.block_size),
+        block_size=sched_sizes.block_size,
+        num_blocks=sched_sizes.num_blocks,
     )
-    slot_shape = SlotShape(planner.max_num_seqs, planner.max_model_len, spec.vocab_size)
+    slot_shape = SlotShape(sched_sizes.max_num_seqs, sched_sizes.max_model_len, spec.vocab_size)
     asked = config.model.max_logprobs
     num_logprobs = spec.vocab_size if asked < 0 else min(asked, spec.vocab_size)
-    sizes = row_buckets(planner.max_num_seqs)
+    sizes = row_buckets(sched_sizes.max_num_seqs)
     taps = () if prospect is None else prospect.taps
     step = StepConfig(spec, batch_shape, num_logprobs, sizes, layout, taps)
     state = state_shapes(spec, batch_shape, slot_shape, kv_dtype, layout)
-    buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
+    buckets = all_buckets(sched_sizes.max_num_seqs, sched_sizes.max_num_batched_tokens)
     shapes = param_shapes(spec, weight_dtype, layout.tensor_size)
     leaf_specs = param_specs(spec, layout)
     if len(stages) > 1 and spec.tie_embeddings:  # the last stage needs a copy of its own
@@ -156,7 +156,7 @@ def build(config: EngineConfig) -> Built:
             buckets,
             sizes,
             greedy=warmup == "greedy",
-            token_by_token=planner.max_num_batched_tokens == 1,
+            token_by_token=sched_sizes.max_num_batched_tokens == 1,
         )
         programs.start(first, urgent=True)
 
@@ -222,8 +222,8 @@ def build(config: EngineConfig) -> Built:
         "device": _device_name(stages),
         "weights MiB": f"{loaded_bytes / 2**20:.0f}",
         "KV MiB": f"{kv_bytes / 2**20:.0f}",
-        "KV blocks": f"{planner.num_blocks} of {planner.block_size} tokens",
-        "KV tokens": str(planner.num_blocks * planner.block_size),
+        "KV blocks": f"{sched_sizes.num_blocks} of {sched_sizes.block_size} tokens",
+        "KV tokens": str(sched_sizes.num_blocks * sched_sizes.block_size),
         "programs": f"{len(buckets)} buckets, warm-up {warmup}; {counts}",
         "seconds": f"{loaded - started:.1f} load, {time.monotonic() - loaded:.1f} after",
     }
@@ -231,12 +231,12 @@ def build(config: EngineConfig) -> Built:
         info["drafter"] = drafter.method
     return Built(
         executor,
-        planner,
+        sched_sizes,
         batch_shape,
         slot_shape,
         spec,
         info,
-        _kv_layout(spec, layout, planner, kv_dtype),
+        _kv_layout(spec, layout, sched_sizes, kv_dtype),
         {
             "model": fingerprint(files),
             "dtype": dtype,
@@ -256,16 +256,16 @@ def _device_name(stages: Sequence[Devices]) -> str:
 
 
 def _kv_layout(
-    spec: DecoderSpec, layout: StepLayout, planner: PlannerConfig, kv_dtype: Any
+    spec: DecoderSpec, layout: StepLayout, sched_sizes: SchedulerSizes, kv_dtype: Any
 ) -> KVLayout:
     """What a block is made of, for offload."""
     windows = spec.windows or (0,) * spec.num_layers
     groups = tuple(spec.groups.index(window) for window in windows)
     name = jnp.dtype(kv_dtype).name
     if spec.mla is not None:
-        return KVLayout(groups, planner.block_size, 1, spec.mla.width, name, "latent")
+        return KVLayout(groups, sched_sizes.block_size, 1, spec.mla.width, name, "latent")
     return KVLayout(
-        groups, planner.block_size, spec.num_kv_heads, spec.head_dim, name, layout.cache
+        groups, sched_sizes.block_size, spec.num_kv_heads, spec.head_dim, name, layout.cache
     )
 
 
@@ -323,9 +323,12 @@ def plan_sizes(
     layout: StepLayout,
     drafter_bytes: int = 0,
     weights: int = 0,
-) -> PlannerConfig:
-    """Resolve every size the planner needs; raises ValueError naming the setting. `drafter_bytes`:
-    a token's KV in the drafter, beside the model's; `weights`: bytes that a device will hold."""
+) -> SchedulerSizes:
+    """Resolve every size the scheduler needs. Raises ValueError naming the setting.
+
+    `drafter_bytes`: a token's KV in the drafter, beside the model's; `weights`: bytes that a device
+    will hold.
+    """
     on_cpu = jax.default_backend() == "cpu"
     sched, cache, stages = config.scheduler, config.cache, config.parallel.pipeline_parallel_size
     max_num_seqs = sched.max_num_seqs or (64 if on_cpu else 256)
@@ -374,7 +377,7 @@ def plan_sizes(
             )
         log.info("max_model_len is %d, all that the KV pool holds", fits)
         max_model_len = fits
-    return PlannerConfig(
+    return SchedulerSizes(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,

@@ -28,7 +28,7 @@ class ProgramWatch:
         self._tell = send
         buckets = built.runner.buckets
         halves = in_halves(buckets, built.overlap)
-        keys = warmup_keys(buckets, row_sizes_of(built.planner), halves)
+        keys = warmup_keys(buckets, row_sizes_of(built.sched_sizes), halves)
         self._plain: list[ProgramKey] = [(key.kind, key.size) for key in keys]
         self._keys = self._plain
         self._sent: tuple[int, dict[str, float]] = (-1, {})

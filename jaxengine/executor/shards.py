@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from jaxengine.executor.around import AroundRunner
 from jaxengine.parallel.mesh import Devices
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
 
@@ -90,8 +90,8 @@ def _own_rows(array: Any) -> np.ndarray[Any, Any]:
     return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
 
 
-def equal_pools(planner: PlannerConfig) -> PlannerConfig:
+def equal_pools(sched_sizes: SchedulerSizes) -> SchedulerSizes:
     """The sizes that every process has room for: one program serves them all."""
-    mine = np.asarray([planner.num_blocks, planner.max_model_len], np.int32)
+    mine = np.asarray([sched_sizes.num_blocks, sched_sizes.max_model_len], np.int32)
     blocks, length = multihost_utils.process_allgather(mine).reshape(-1, 2).min(0).tolist()
-    return replace(planner, num_blocks=blocks, max_model_len=length)
+    return replace(sched_sizes, num_blocks=blocks, max_model_len=length)

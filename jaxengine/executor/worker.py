@@ -147,7 +147,10 @@ class WorkerExecutor:
             self._process = self._begin(_same_sizes(self._config, self.description))
         try:
             found = self._wait_ready(_RESTART_TIMEOUT)
-            if found.planner != self.description.planner or found.spec != self.description.spec:
+            if (
+                found.sched_sizes != self.description.sched_sizes
+                or found.spec != self.description.spec
+            ):
                 raise ValueError("the model changed on disk; restart the server to load it")
         except ValueError:
             self._process.close()
@@ -438,7 +441,7 @@ class WorkerExecutor:
 
 def _same_sizes(config: EngineConfig, found: Description) -> EngineConfig:
     """Settings that give the worker before's sizes: free memory may differ by now."""
-    planner = found.planner
-    cache = replace(config.cache, num_gpu_blocks_override=planner.num_blocks)
-    model = replace(config.model, max_model_len=planner.max_model_len)
+    sched_sizes = found.sched_sizes
+    cache = replace(config.cache, num_gpu_blocks_override=sched_sizes.num_blocks)
+    model = replace(config.model, max_model_len=sched_sizes.max_model_len)
     return replace(config, cache=cache, model=model)

@@ -12,7 +12,7 @@ from jaxengine.models.spec import DecoderSpec
 from jaxengine.offload.layout import KVLayout
 from jaxengine.sched.batch import BatchShape
 from jaxengine.sched.buckets import row_buckets
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.slot_record import SlotShape
 from jaxengine.settings.coupling import Member
 
@@ -25,7 +25,7 @@ class WorkerBuilt:
     """As `executor.build.Built`."""
 
     executor: WorkerExecutor
-    planner: PlannerConfig
+    sched_sizes: SchedulerSizes
     batch_shape: BatchShape
     slot_shape: SlotShape
     spec: DecoderSpec
@@ -41,7 +41,7 @@ def build_worker(config: EngineConfig) -> WorkerBuilt:
     found = executor.description
     return WorkerBuilt(
         executor,
-        found.planner,
+        found.sched_sizes,
         found.batch_shape,
         found.slot_shape,
         found.spec,
@@ -55,7 +55,7 @@ def build_worker(config: EngineConfig) -> WorkerBuilt:
 def describe(built: Built, member: Member | None) -> Description:
     """In the worker: what its parent must know. The shards are the worker's own."""
     return Description(
-        planner=built.planner,
+        sched_sizes=built.sched_sizes,
         batch_shape=built.batch_shape,
         slot_shape=built.slot_shape,
         spec=built.spec,
@@ -64,11 +64,11 @@ def describe(built: Built, member: Member | None) -> Description:
         kv_facts=built.kv_facts,
         num_shards=built.num_shards // (1 if member is None else member.size),
         buckets=built.runner.buckets,
-        row_sizes=row_sizes_of(built.planner),
+        row_sizes=row_sizes_of(built.sched_sizes),
         overlap=built.overlap,
     )
 
 
-def row_sizes_of(planner: PlannerConfig) -> tuple[int, ...]:
+def row_sizes_of(sched_sizes: SchedulerSizes) -> tuple[int, ...]:
     """Rows of the compiled samplers."""
-    return row_buckets(planner.max_num_seqs)
+    return row_buckets(sched_sizes.max_num_seqs)

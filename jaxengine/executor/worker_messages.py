@@ -19,7 +19,7 @@ from jaxengine.offload.jobs import Done, OffloadStep
 from jaxengine.offload.layout import KVLayout
 from jaxengine.sched.batch import BatchShape, Bucket
 from jaxengine.sched.buckets import Overlap
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import StepResult
 from jaxengine.sched.shapes import ProgramKey, sampler_of
@@ -198,7 +198,7 @@ Command = (
 class Description(msgspec.Struct, tag=True):
     """What the engine must know of the model that the worker holds. Sent once, when it is ready."""
 
-    planner: PlannerConfig
+    sched_sizes: SchedulerSizes
     batch_shape: BatchShape
     slot_shape: SlotShape
     spec: DecoderSpec

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float32, Int32
 
-GREEDY_BELOW = 1e-5  # temperatures under this mean argmax; the planner has the same
+GREEDY_BELOW = 1e-5  # temperatures under this mean argmax; the scheduler has the same
 MIN_LOGPROB = -9999.0  # stands for -inf, so that results are always finite (JSON has no -inf)
 
 EDIT_NONE = 0  # padding

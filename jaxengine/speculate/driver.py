@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import row_buckets
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.executor import Verifier
 from jaxengine.sched.plan import Int32, StepPlan, StepResult
 from jaxengine.sched.request import Request
@@ -54,13 +54,13 @@ class Speculator:
     def __init__(
         self,
         config: SpeculativeConfig,
-        planner: PlannerConfig,
+        sched_sizes: SchedulerSizes,
         executor: Verifier,
         warmup: str,
     ) -> None:
         self.config = config
         self._executor = executor
-        self._schedule = compile_schedule(config, planner.max_num_seqs)
+        self._schedule = compile_schedule(config, sched_sizes.max_num_seqs)
         self._proposer = make_proposer(config)
         self._most = max(self._schedule)
         self._controller = _controller(config.adaptive, self._most)
@@ -69,7 +69,7 @@ class Speculator:
         self._tried = 0  # drafts a row that were looked for before it
         self.stats = SpeculationStats(self._most)
         shapes = reachable_shapes(
-            self._schedule, row_buckets(planner.max_num_seqs), config.adaptive
+            self._schedule, row_buckets(sched_sizes.max_num_seqs), config.adaptive
         )
         # The executor's drafter takes the place of the look-up.
         lookup = (

@@ -1,7 +1,7 @@
 """A limit for how long a model thinks: after so many tokens of thought their end is forced.
 
 The limit is a grammar that allows everything until the limit is reached and then one token after
-the other of the end. The planner asks for its masks only from the output token on at which that
+the other of the end. The scheduler asks for its masks only from the output token on at which that
 may begin (`Request.grammar_from`), and forgets it once the thought is over: a request far from its
 limit costs no mask and no wait. Counting follows vLLM's `thinking_token_budget`.
 """

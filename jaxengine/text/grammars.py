@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 
-from jaxengine.structured import GrammarError, Spec, Validator
-from jaxengine.validation import RequestError
+from jaxengine.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxengine.structured import GrammarError, Spec, Validator, check_structured
+from jaxengine.validation import RequestError, shown
 
 MAX_PENDING = 32  # different constraints that may wait for their check
 
@@ -77,7 +78,7 @@ def check_structured_outputs(params: SamplingParams) -> Spec | None:
     if asked is None:
         return None
     if not isinstance(asked, StructuredOutputsParams):
-        raise RequestError(field, f"{field} must be StructuredOutputsParams, got {_show(asked)}")
+        raise RequestError(field, f"{field} must be StructuredOutputsParams, got {shown(asked)}")
     try:
         spec = check_structured(asked)
     except ValueError as error:

@@ -183,7 +183,7 @@ def recorded_plans(
 
 def _token_slots(core: EngineCore, plan: StepPlan) -> list[int]:
     """Of the first KV group, worked out without the packer."""
-    size = core.built.planner.block_size
+    size = core.built.sched_sizes.block_size
     table = core.scheduler.block_tables[0]
     return [
         int(table[plan.slots[row], position // size]) * size + position % size

@@ -46,7 +46,7 @@ def hidden_states(llm: LLM, prompt: list[int]) -> np.ndarray:
     core = llm._core
     assert isinstance(core, EngineCore)
     built = core.built
-    scheduler = Scheduler(dataclasses.replace(built.planner, max_num_batched_tokens=64))
+    scheduler = Scheduler(dataclasses.replace(built.sched_sizes, max_num_batched_tokens=64))
     scheduler.add(Request("x", prompt, max_tokens=1))
     plan = scheduler.schedule()
     mixed = next(b for b in built.runner.buckets if not b.decode_only)

@@ -47,7 +47,7 @@ EDGES = {
 )
 def test_lengths_at_every_edge_of_the_buckets(shape: str) -> None:
     core = engine(**EDGES[shape], warmup="full")
-    most = core.built.planner.max_num_batched_tokens
+    most = core.built.sched_sizes.max_num_batched_tokens
     edges = {b.tokens for b in core.executor._runner.buckets} | {64, most, 2 * most}
     lengths = sorted({n + d for n in edges for d in (-1, 0, 1) if 0 < n + d < MAX_LEN - 4})
     rng = random.Random(shape)
@@ -68,9 +68,9 @@ def test_lengths_at_every_edge_of_the_buckets(shape: str) -> None:
 def test_buckets_never_exceed_the_budget() -> None:
     for settings in EDGES.values():
         core = engine(**settings)
-        planner = core.built.planner
+        sched_sizes = core.built.sched_sizes
         sizes = [b.tokens for b in core.executor._runner.buckets]
-        assert max(sizes) == planner.max_num_batched_tokens
+        assert max(sizes) == sched_sizes.max_num_batched_tokens
 
 
 def test_a_batch_that_shrinks_from_five_to_one() -> None:
@@ -99,7 +99,7 @@ def test_a_step_writes_its_own_token_slots_only(shape: str) -> None:
 
     with depth(core, 1), recorded_plans(core, slots=steps) as plans:
         run(core, requests, compare)
-    most = core.built.planner.max_num_batched_tokens
+    most = core.built.sched_sizes.max_num_batched_tokens
     assert any(p.num_decode < p.num_rows and p.num_tokens < most for p in plans)
     assert any(p.num_rows == 3 for p in plans)
     assert len(plans) >= 8

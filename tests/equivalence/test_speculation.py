@@ -72,7 +72,7 @@ def drafter(core: EngineCore, propose: Callable[[str, Int32, int], list[int]]) -
     before = core._speculator
     assert before is not None
     config = parse_speculative_config({**CONFIG, "method": "suffix"})
-    core._speculator = Speculator(config, core.built.planner, core.executor, "full")  # type: ignore[arg-type]
+    core._speculator = Speculator(config, core.built.sched_sizes, core.executor, "full")  # type: ignore[arg-type]
     core._speculator._proposer = Own()
     try:
         yield

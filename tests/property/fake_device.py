@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 
@@ -48,7 +48,7 @@ def oracle(prompt: list[int], count: int, windows: list[int], ends: set[int]) ->
 class FakeDevice:
     """Runs every plan at once, in order; only its results come late."""
 
-    config: PlannerConfig
+    config: SchedulerSizes
     block_tables: list[np.ndarray]
     last_token: np.ndarray = field(init=False)
     computed: np.ndarray = field(init=False)

@@ -1,18 +1,18 @@
-"""Small planners, their requests, and steps by hand."""
+"""Small schedulers, their requests, and steps by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
 from jaxengine.sched.updates import RequestUpdate
 
 
-def config(**changes: object) -> PlannerConfig:
-    """A small planner, but for what `changes`."""
+def config(**changes: object) -> SchedulerSizes:
+    """A small scheduler, but for what `changes`."""
     base: dict[str, object] = dict(
         max_num_seqs=4,
         max_num_batched_tokens=64,
@@ -20,7 +20,7 @@ def config(**changes: object) -> PlannerConfig:
         block_size=4,
         num_blocks=64,
     )
-    return PlannerConfig(**(base | changes))  # type: ignore[arg-type]
+    return SchedulerSizes(**(base | changes))  # type: ignore[arg-type]
 
 
 def request(name: str, length: int = 6, max_tokens: int = 8, **more: object) -> Request:

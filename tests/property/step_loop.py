@@ -6,7 +6,7 @@ from collections import deque
 
 from fake_device import FakeDevice, oracle
 
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
@@ -18,7 +18,7 @@ class Engine:
     Every token and every end is checked: first indices are gapless, nothing comes after the end.
     """
 
-    def __init__(self, cfg: PlannerConfig, depth: int) -> None:
+    def __init__(self, cfg: SchedulerSizes, depth: int) -> None:
         self.config = cfg
         self.scheduler = Scheduler(cfg)
         self.device = FakeDevice(cfg, self.scheduler.block_tables)

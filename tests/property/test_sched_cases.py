@@ -1,4 +1,4 @@
-"""Field faults at planner level, against a device whose output depends on all KV it reads."""
+"""Field faults of the scheduler, against a device whose output depends on all KV it reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from fake_device import oracle
 from step_loop import Engine
 
-from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.sched.config import GroupSpec, SchedulerSizes
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import CapacityError, Scheduler
 
@@ -20,7 +20,7 @@ LARGER = {
 }
 
 
-def config(**changes: object) -> PlannerConfig:
+def config(**changes: object) -> SchedulerSizes:
     return planning.config(**(LARGER | changes))
 
 

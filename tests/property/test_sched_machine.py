@@ -1,4 +1,4 @@
-"""Any order of events: the planner's books stay right and no token changes."""
+"""Any order of events: the scheduler's books stay right and no token changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from step_loop import Engine
 
-from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.sched.config import GroupSpec, SchedulerSizes
 from jaxengine.sched.scheduler import CapacityError
 
 # The fake device finds the entry before in every group, so a window has two tokens at least.
@@ -25,10 +25,10 @@ def make_prompt(family: int, length: int) -> list[int]:
     ]
 
 
-def make_config(draw: random.Random) -> PlannerConfig:
+def make_config(draw: random.Random) -> SchedulerSizes:
     chunked = draw.random() < 0.8
     max_len = draw.choice([24, 40, 64])
-    return PlannerConfig(
+    return SchedulerSizes(
         max_num_seqs=draw.choice([1, 2, 4, 6]),
         max_num_batched_tokens=draw.choice([3, 8, 16, 64]) if chunked else max_len,
         max_model_len=max_len,
@@ -64,7 +64,7 @@ def add_random(engine: Engine, draw: random.Random) -> None:
         assert name not in engine.requests
 
 
-class PlannerMachine(RuleBasedStateMachine):
+class SchedulerMachine(RuleBasedStateMachine):
     @initialize(draw=st.randoms(use_true_random=False), depth=st.sampled_from([1, 2, 3]))
     def begin(self, draw: random.Random, depth: int) -> None:
         self.engine = Engine(make_config(draw), depth)
@@ -124,14 +124,14 @@ class PlannerMachine(RuleBasedStateMachine):
         self.engine.check_outputs()
 
 
-PlannerMachine.TestCase.settings = settings(
+SchedulerMachine.TestCase.settings = settings(
     max_examples=120,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestPlannerMachine = PlannerMachine.TestCase
+TestSchedulerMachine = SchedulerMachine.TestCase
 
 
 def random_run(seed: int, steps: int) -> tuple[int, int]:

@@ -109,7 +109,7 @@ def test_pyproject_names_what_is_imported() -> None:
     assert lab - own - base == (extras["bench"] | extras["train"])
 
 
-def test_the_contracts_cover_the_planner() -> None:
+def test_the_contracts_cover_the_scheduler() -> None:
     """A contract over modules that import-linter does not see would hold whatever they import."""
     done = subprocess.run(
         [str(BIN / "lint-imports"), "--verbose"],

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxengine.sched.buckets import all_buckets, row_buckets
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
@@ -86,7 +86,7 @@ def feeds(plan: StepPlan | None) -> str:
 def worked_example() -> list[str]:
     """Two requests at pipeline depth 2 in a pool of four blocks, as lines of a table."""
     scheduler = Scheduler(
-        PlannerConfig(
+        SchedulerSizes(
             max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32, block_size=4, num_blocks=4
         )
     )

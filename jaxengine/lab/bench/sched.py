@@ -1,4 +1,4 @@
-"""`jaxengine bench sched`: what the planner costs, schedule and update together, per request and
+"""`jaxengine bench sched`: what the scheduler costs, schedule and update together, per request and
 step, without a device.
 
 CPU time of this thread, so that a busy machine does not blur the figures.
@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxengine.lab.bench import machine, results
 from jaxengine.lab.bench.flags import add_output, new_parser, positive
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
@@ -38,7 +38,7 @@ def _bench_one(
     block_size = 16
     max_len = prompt_len + output_len + 1
     blocks = (num_running + 8) * -(-max_len // block_size)
-    config = PlannerConfig(
+    config = SchedulerSizes(
         max_num_seqs=num_running,
         max_num_batched_tokens=max(8192, 2 * num_running),
         max_model_len=max_len,

@@ -40,16 +40,16 @@ class Calibration:
         Raises ValueError for engines whose steps are not of one device's plain kind."""
         parallel = core.config.parallel
         several = parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
-        if several or core.built.num_shards > 1 or core.built.planner.max_drafts:
+        if several or core.built.num_shards > 1 or core.built.sched_sizes.max_drafts:
             raise ValueError("calibration is for one device, without speculation")
         self.core = core
         self.samples: list[Sample] = []
         self._clock = clock or WallClock()
-        planner = core.built.planner
-        buckets = all_buckets(planner.max_num_seqs, planner.max_num_batched_tokens)
-        self._pool = planner.num_blocks * planner.block_size
-        self._longest = planner.max_model_len - DECODE_STEPS - SHORT - 2
-        each = SHORT + DECODE_STEPS + planner.block_size
+        sched_sizes = core.built.sched_sizes
+        buckets = all_buckets(sched_sizes.max_num_seqs, sched_sizes.max_num_batched_tokens)
+        self._pool = sched_sizes.num_blocks * sched_sizes.block_size
+        self._longest = sched_sizes.max_model_len - DECODE_STEPS - SHORT - 2
+        each = SHORT + DECODE_STEPS + sched_sizes.block_size
         # Of each kind the first one that is large enough, and all below.
         rows = _up_to([b.tokens for b in buckets if b.decode_only], most_rows)
         self._decode = [n for n in rows if n * each <= self._pool]
@@ -101,8 +101,8 @@ class Calibration:
         """What the rounds so far give; `byte_s` of `copy_seconds_per_byte`. Raises ValueError
         before the first round."""
         core, layout = self.core, self.core.built.kv_layout
-        planner = core.built.planner
-        sizes = asdict(planner)
+        sched_sizes = core.built.sched_sizes
+        sizes = asdict(sched_sizes)
         sizes["windows"] = [group["window"] for group in sizes.pop("groups")]
         return Table(
             model=core.built.info["model"],

@@ -109,7 +109,7 @@ def _paced(case: Case, table: Table) -> Case:
 
 
 def _cluster(table: Table) -> Cluster:
-    return Cluster(table.planner(), table, depth=table.depth)
+    return Cluster(table.sched_sizes(), table, depth=table.depth)
 
 
 def _real(core: EngineCore, case: Case, clock: Clock, seed: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jaxengine.lab.simulate.cost import CostModel
 from jaxengine.lab.simulate.outcome import Outcome, RankFigures, Record
 from jaxengine.lab.simulate.rank import Rank
 from jaxengine.lab.simulate.tiers import HostMemory, TierConfig
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.request import Request
 
 # What the front knows of a rank is as old as in the engine (`engine.process.STATS_INTERVAL`).
@@ -31,7 +31,7 @@ STATS_INTERVAL = 0.25
 class Cluster:
     """What is simulated. `affinity`: none | prefix | session, as --data-parallel-affinity."""
 
-    planner: PlannerConfig
+    sched_sizes: SchedulerSizes
     cost: CostModel
     ranks: int = 1
     depth: int = 2
@@ -105,7 +105,7 @@ class _Run:
             self._ranks[i].close() if i in self._ranks else RankFigures() for i in self._all_ranks
         ]
         span = max(0.0, self._last_end - first)
-        return Outcome(self._records, figures, span, self._cluster.planner.max_num_seqs)
+        return Outcome(self._records, figures, span, self._cluster.sched_sizes.max_num_seqs)
 
     def _push(self, time: float, rank: int, request: int = -1) -> None:
         heapq.heappush(self._events, (time, next(self._order), rank, request))
@@ -139,8 +139,8 @@ class _Run:
 
     def _make(self, number: int) -> Rank:
         c = self._cluster
-        tier = HostMemory(c.tier, c.planner, c.cost) if c.tier is not None else None
-        rank = self._ranks[number] = Rank(c.planner, c.cost, c.depth, tier)
+        tier = HostMemory(c.tier, c.sched_sizes, c.cost) if c.tier is not None else None
+        rank = self._ranks[number] = Rank(c.sched_sizes, c.cost, c.depth, tier)
         return rank
 
     def _turn(self, number: int, now: float) -> None:

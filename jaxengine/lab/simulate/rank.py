@@ -15,7 +15,7 @@ import numpy as np
 from jaxengine.lab.simulate.cost import CostModel, StepShape
 from jaxengine.lab.simulate.outcome import RankFigures, Record
 from jaxengine.lab.simulate.tiers import HostMemory
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
@@ -36,14 +36,14 @@ class Rank:
     """Driven by `cluster`: `add` requests, call `turn` when it says. One rank is one engine."""
 
     def __init__(
-        self, planner: PlannerConfig, cost: CostModel, depth: int, tier: HostMemory | None
+        self, sched_sizes: SchedulerSizes, cost: CostModel, depth: int, tier: HostMemory | None
     ) -> None:
         self.figures = RankFigures()
         self.now = 0.0  # the host's clock
         self._cost = cost
         self._depth = depth
         self._tier = tier
-        self.scheduler = Scheduler(planner, connector=tier.connector if tier else None)
+        self.scheduler = Scheduler(sched_sizes, connector=tier.connector if tier else None)
         if tier is not None:
             tier.connector.bind(self.scheduler.state.kv)
         self._inflight: deque[_Step] = deque()

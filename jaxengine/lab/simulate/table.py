@@ -19,7 +19,7 @@ import numpy as np
 from jaxengine.lab.simulate.cost import StepCost, StepShape
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import all_buckets, choose, row_buckets
-from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.sched.config import GroupSpec, SchedulerSizes
 
 FORMAT = 1
 QUERIES = 128  # queries of one work item of prefill attention (`pallas_kernels.paged_attention`)
@@ -69,7 +69,7 @@ class Table:
 
     model: str
     machine: str
-    engine: dict[str, Any]  # sizes of the engine that was measured, see `planner`
+    engine: dict[str, Any]  # sizes of the engine that was measured, see `sched_sizes`
     depth: int
     rows_per_turn: int  # decode rows that attend together, 0 = all of a bucket
     decode: dict[int, float]
@@ -113,11 +113,11 @@ class Table:
     def transfer(self, num_bytes: int) -> float:
         return num_bytes * self.byte_s
 
-    def planner(self, **changes: Any) -> PlannerConfig:
+    def sched_sizes(self, **changes: Any) -> SchedulerSizes:
         """The measured engine's sizes, with changes."""
         sizes = {**self.engine, **changes}
         groups = tuple(GroupSpec(window) for window in sizes.pop("windows"))
-        return PlannerConfig(groups=groups, **sizes)
+        return SchedulerSizes(groups=groups, **sizes)
 
     def save(self, path: str | Path) -> None:
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)

@@ -16,7 +16,7 @@ from jaxengine.offload.jobs import Done, Job, OffloadStep
 from jaxengine.offload.manager import OffloadManager
 from jaxengine.offload.policies import make_policy
 from jaxengine.offload.tiers.host import HostTier
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.plan import StepPlan
 
 
@@ -36,7 +36,7 @@ class TierConfig:
 class HostMemory:
     """One rank's. Copies queue on one link for each direction, in the order of dispatch."""
 
-    def __init__(self, config: TierConfig, planner: PlannerConfig, cost: CostModel) -> None:
+    def __init__(self, config: TierConfig, sched_sizes: SchedulerSizes, cost: CostModel) -> None:
         """Raises ValueError when not one block fits, or for an unknown policy."""
         if config.num_slots < 1:
             raise ValueError(
@@ -50,7 +50,9 @@ class HostMemory:
         host = HostTier(PagePool(config.num_slots, 1), make_policy(config.policy, config.num_slots))
         manager = OffloadManager(host, [], lambda group: config.page_bytes[group], Counters())
         settings = OffloadConfig(int(config.gib * GIB), eviction_policy=config.policy)
-        self.connector = OffloadingConnector(settings, planner, manager, clock=lambda: self._now)
+        self.connector = OffloadingConnector(
+            settings, sched_sizes, manager, clock=lambda: self._now
+        )
         self._free = {"store": 0.0, "load": 0.0}  # when the link is free
         self._under_way: deque[tuple[float, Done]] = deque()
 

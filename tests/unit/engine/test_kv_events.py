@@ -13,7 +13,7 @@ import zmq
 
 from jaxengine.engine.kv_event_replay import END
 from jaxengine.engine.kv_events import KVEventPublisher
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from jaxengine.settings.kv_events import KVEventsConfig, parse_kv_events_config
 
@@ -215,13 +215,13 @@ def test_a_port_that_the_system_chooses_is_not_raised() -> None:
         publisher.close()
 
 
-def test_the_planner_s_events_reach_a_subscriber(context: zmq.Context[Any]) -> None:
+def test_the_scheduler_s_events_reach_a_subscriber(context: zmq.Context[Any]) -> None:
     """What a real scheduler records is what arrives."""
     from jaxengine.sched.request import Request
     from jaxengine.sched.scheduler import Scheduler
 
-    planner = Scheduler(
-        PlannerConfig(
+    sched_sizes = Scheduler(
+        SchedulerSizes(
             max_num_seqs=2,
             max_num_batched_tokens=64,
             max_model_len=64,
@@ -230,14 +230,14 @@ def test_the_planner_s_events_reach_a_subscriber(context: zmq.Context[Any]) -> N
         ),
         record_events=True,
     )
-    planner.add(Request("a", list(range(12)), max_tokens=4, eos_token_ids=()))
-    assert planner.schedule() is not None
+    sched_sizes.add(Request("a", list(range(12)), max_tokens=4, eos_token_ids=()))
+    assert sched_sizes.schedule() is not None
     address = f"tcp://127.0.0.1:{_port()}"
     publisher = KVEventPublisher(KVEventsConfig(True, address, topic="kv"))
     try:
         subscriber = _socket(context, zmq.SUB, address)
         _subscribed(publisher, subscriber)
-        publisher.publish(planner.take_events())
+        publisher.publish(sched_sizes.take_events())
         [stored] = decode(subscriber.recv_multipart()[2]).events
         assert isinstance(stored, Stored)
         assert stored.token_ids == list(range(12)) and len(stored.block_hashes) == 3

@@ -101,8 +101,8 @@ def test_same_batches_same_results(worker: EngineCore) -> None:
             assert_same(wanted, transcript(worker.executor, script, mask))
             assert_same(wanted, transcript(worker.executor, script, mask, depth=1))
         assert recorded(worker)[1] == ids
-        built = (inline.built.planner, inline.built.spec, inline.built.batch_shape)
-        assert built == (worker.built.planner, worker.built.spec, worker.built.batch_shape)
+        built = (inline.built.sched_sizes, inline.built.spec, inline.built.batch_shape)
+        assert built == (worker.built.sched_sizes, worker.built.spec, worker.built.batch_shape)
         for tokens, rows, decode_only in ((17, 1, False), (3, 1, False), (1, 1, True)):
             shape = inline.executor.choose(tokens, rows, decode_only, tokens)
             assert worker.executor.choose(tokens, rows, decode_only, tokens) == shape

@@ -10,7 +10,7 @@ from jaxengine.lab.simulate.cluster import Cluster
 from jaxengine.lab.simulate.cost import StepCost, StepShape
 from jaxengine.lab.simulate.outcome import Outcome
 from jaxengine.lab.simulate.workload import fixed_requests
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Constant:
 def cluster(cost: Constant | None = None, depth: int = 1, ranks: int = 1, **sizes: Any) -> Cluster:
     rest = {name: sizes.pop(name) for name in ("affinity", "tier") if name in sizes}
     small = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
-    planner = PlannerConfig(**{**small, "block_size": 4, "num_blocks": 256, **sizes})
-    return Cluster(planner, cost or Constant(), ranks, depth, **rest)
+    sched_sizes = SchedulerSizes(**{**small, "block_size": 4, "num_blocks": 256, **sizes})
+    return Cluster(sched_sizes, cost or Constant(), ranks, depth, **rest)
 
 
 def requests_at(times: list[float], prompt: int, output: int, **how: int) -> list[BenchRequest]:

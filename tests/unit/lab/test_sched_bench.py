@@ -1,4 +1,4 @@
-"""The planner's benchmark runs and counts what it says. No limit on time: machines differ."""
+"""The scheduler's benchmark runs and counts what it says. No limit on time: machines differ."""
 
 from __future__ import annotations
 

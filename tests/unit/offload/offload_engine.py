@@ -16,18 +16,20 @@ from jaxengine.offload.build import Offload, build_offload
 from jaxengine.offload.config import OffloadConfig
 from jaxengine.offload.jobs import Done, Job, OffloadStep
 from jaxengine.offload.layout import KVLayout
-from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.sched.config import GroupSpec, SchedulerSizes
 from jaxengine.sched.scheduler import Scheduler
 
 BLOCK = 4
 
 
-def layout_for(planner: PlannerConfig) -> KVLayout:
+def layout_for(sched_sizes: SchedulerSizes) -> KVLayout:
     """A page holds a fake block: block_size entries of 8 bytes."""
-    return KVLayout(tuple(range(len(planner.groups))), planner.block_size, 1, 1, "float32")
+    return KVLayout(tuple(range(len(sched_sizes.groups))), sched_sizes.block_size, 1, 1, "float32")
 
 
-def planner_config(num_blocks: int, windows: tuple[int, ...] = (0,), **more: Any) -> PlannerConfig:
+def scheduler_sizes(
+    num_blocks: int, windows: tuple[int, ...] = (0,), **more: Any
+) -> SchedulerSizes:
     values = dict(
         max_num_seqs=4,
         max_num_batched_tokens=24,
@@ -36,11 +38,11 @@ def planner_config(num_blocks: int, windows: tuple[int, ...] = (0,), **more: Any
         num_blocks=num_blocks,
         groups=tuple(GroupSpec(window) for window in windows),
     )
-    return PlannerConfig(**{**values, **more})
+    return SchedulerSizes(**{**values, **more})
 
 
-def config_for(slots: int, planner: PlannerConfig, **more: Any) -> OffloadConfig:
-    return OffloadConfig(cpu_bytes=slots * layout_for(planner).slot_bytes, **more)
+def config_for(slots: int, sched_sizes: SchedulerSizes, **more: Any) -> OffloadConfig:
+    return OffloadConfig(cpu_bytes=slots * layout_for(sched_sizes).slot_bytes, **more)
 
 
 @dataclass
@@ -87,14 +89,16 @@ class OffloadEngine(Engine):
     """`Engine` whose scheduler has an OffloadingConnector."""
 
     def __init__(
-        self, planner: PlannerConfig, config: OffloadConfig, depth: int = 2, **transfer: Any
+        self, sched_sizes: SchedulerSizes, config: OffloadConfig, depth: int = 2, **transfer: Any
     ) -> None:
-        super().__init__(planner, depth)
-        self.offload = build_offload(config, layout_for(planner), planner, {"model": "fake"})
+        super().__init__(sched_sizes, depth)
+        self.offload = build_offload(
+            config, layout_for(sched_sizes), sched_sizes, {"model": "fake"}
+        )
         self.connector = self.offload.connector
-        self.scheduler = Scheduler(planner, connector=self.connector)
+        self.scheduler = Scheduler(sched_sizes, connector=self.connector)
         self.connector.bind(self.scheduler.state.kv)
-        self.device = FakeDevice(planner, self.scheduler.block_tables)
+        self.device = FakeDevice(sched_sizes, self.scheduler.block_tables)
         self.transfer = FakeTransfer(self.device, self.offload, **transfer)
 
     def submit(self) -> bool:

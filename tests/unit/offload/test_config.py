@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 import pytest
-from offload_engine import config_for, layout_for, planner_config
+from offload_engine import config_for, layout_for, scheduler_sizes
 
 from jaxengine.offload.addresses import is_local
 from jaxengine.offload.build import build_offload
@@ -128,33 +128,33 @@ def test_who_is_let_in() -> None:
 
 
 def test_a_start_that_fails_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
-    planner = planner_config(8)
+    sched_sizes = scheduler_sizes(8)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         p2p = PeerConfig(bind=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
-        config = config_for(4, planner, fs_path=str(tmp_path), p2p=p2p)
+        config = config_for(4, sched_sizes, fs_path=str(tmp_path), p2p=p2p)
         with pytest.raises(ValueError, match=r"p2p\.bind: cannot listen on"):
-            build_offload(config, layout_for(planner), planner, {})
+            build_offload(config, layout_for(sched_sizes), sched_sizes, {})
     assert list((tmp_path / "tmp").iterdir()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-fs")]
 
 
 def test_what_cannot_work_together(tmp_path: pathlib.Path) -> None:
-    planner = planner_config(8)
-    layout = layout_for(planner)
-    fs = config_for(4, planner, fs_path=str(tmp_path))
-    random_hashes = planner_config(8, prefix_caching_hash_algo="xxhash")
+    sched_sizes = scheduler_sizes(8)
+    layout = layout_for(sched_sizes)
+    fs = config_for(4, sched_sizes, fs_path=str(tmp_path))
+    random_hashes = scheduler_sizes(8, prefix_caching_hash_algo="xxhash")
     with pytest.raises(ValueError, match="names blocks differently in every process"):
         build_offload(fs, layout, random_hashes, {})
     with pytest.raises(ValueError, match="needs enable_prefix_caching"):
-        build_offload(fs, layout, planner_config(8, enable_prefix_caching=False), {})
+        build_offload(fs, layout, scheduler_sizes(8, enable_prefix_caching=False), {})
     with pytest.raises(ValueError, match="2 KV groups, the layout 1"):
-        build_offload(fs, layout, planner_config(8, (0, 8)), {})
+        build_offload(fs, layout, scheduler_sizes(8, (0, 8)), {})
     with pytest.raises(ValueError, match="one block needs 32"):
-        build_offload(config_for(0, planner), layout, planner, {})
+        build_offload(config_for(0, sched_sizes), layout, sched_sizes, {})
     with pytest.raises(ValueError, match="eviction_policy must be one of"):
-        build_offload(config_for(4, planner, eviction_policy="x"), layout, planner, {})
+        build_offload(config_for(4, sched_sizes, eviction_policy="x"), layout, sched_sizes, {})
 
 
 def test_every_shard_of_every_rank_has_an_address_of_its_own() -> None:

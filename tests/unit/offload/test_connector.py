@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from offload_engine import BLOCK, OffloadEngine, config_for, planner_config
+from offload_engine import BLOCK, OffloadEngine, config_for, scheduler_sizes
 
 from jaxengine.offload.config import OffloadPolicy
 from jaxengine.offload.connector import JOB_BLOCKS, STEP_LOAD_BLOCKS
@@ -20,10 +20,10 @@ def tokens_of(rng: random.Random, count: int) -> list[int]:
 
 
 def engine_with(num_blocks: int = 40, slots: int = 200, **more: Any) -> OffloadEngine:
-    planner = planner_config(num_blocks)
+    sched_sizes = scheduler_sizes(num_blocks)
     names = ("delay", "fails", "depth")
     outer = {name: more.pop(name) for name in names if name in more}
-    return OffloadEngine(planner, config_for(slots, planner, **more), **outer)
+    return OffloadEngine(sched_sizes, config_for(slots, sched_sizes, **more), **outer)
 
 
 def test_a_prompt_comes_back_whole() -> None:
@@ -223,8 +223,8 @@ def test_random_conversations(
     if options.pop("fs", False):
         options |= {"fs_path": str(tmp_path), "fs_bytes": 60_000}
     rng = random.Random(f"{windows} {depth} {sorted(options)}")
-    planner = planner_config(34 * len(windows), windows, max_drafts=2, policy="priority")
-    config = config_for(60, planner, **options)
+    sched_sizes = scheduler_sizes(34 * len(windows), windows, max_drafts=2, policy="priority")
+    config = config_for(60, sched_sizes, **options)
     broken: set[int] = set()
 
     def fails(job: Job) -> bool:
@@ -232,7 +232,7 @@ def test_random_conversations(
             broken.add(job.job_id)
         return job.job_id in broken
 
-    engine = OffloadEngine(planner, config, depth, delay=3, fails=fails)
+    engine = OffloadEngine(sched_sizes, config, depth, delay=3, fails=fails)
     talks = [tokens_of(rng, rng.randrange(5, 30)) for _ in range(5)]
     turn = 0
     for _ in range(20):
@@ -262,8 +262,8 @@ def test_random_conversations(
 def test_a_window_is_loaded_and_nothing_before_it_is_found() -> None:
     """Only the last window of a windowed group is loaded. The blocks before it hold nothing, so
     a shorter prompt must not hit them on the device."""
-    planner = planner_config(80, (0, 7))
-    engine = OffloadEngine(planner, config_for(200, planner))
+    sched_sizes = scheduler_sizes(80, (0, 7))
+    engine = OffloadEngine(sched_sizes, config_for(200, sched_sizes))
     prompt = tokens_of(random.Random(14), 12 * BLOCK + 1)
     engine.ask("fill", prompt, 2)
     engine.forget_device()

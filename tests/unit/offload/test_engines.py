@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from offload_engine import BLOCK, OffloadEngine, config_for, layout_for, planner_config
+from offload_engine import BLOCK, OffloadEngine, config_for, layout_for, scheduler_sizes
 
 from jaxengine.offload.build import build_offload
 from jaxengine.offload.config import PeerConfig
@@ -17,8 +17,8 @@ PROMPT = random.Random(5).choices(range(61), k=9 * BLOCK + 2)
 
 
 def engine(**more: Any) -> OffloadEngine:
-    planner = planner_config(40)
-    return OffloadEngine(planner, config_for(100, planner, **more))
+    sched_sizes = scheduler_sizes(40)
+    return OffloadEngine(sched_sizes, config_for(100, sched_sizes, **more))
 
 
 def rebuild(old: OffloadEngine, facts: dict[str, object]) -> OffloadEngine:

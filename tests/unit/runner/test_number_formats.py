@@ -29,7 +29,7 @@ def test_fp8_holds_twice_the_tokens() -> None:
     sizes = {}
     for name in ("auto", "fp8"):
         engine = built("llama-gqa-tied-bias", kv_cache_dtype=name, dtype="bfloat16")
-        sizes[name] = engine.planner.num_blocks
+        sizes[name] = engine.sched_sizes.num_blocks
         cache = engine.runner._state.kv[0][0]
         wanted = jnp.bfloat16 if name == "auto" else jnp.float8_e4m3fn
         assert cache.dtype == wanted and engine.info["KV dtype"] == jnp.dtype(wanted).name

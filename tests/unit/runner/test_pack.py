@@ -229,7 +229,7 @@ def test_a_slot_record_arrives_whole_and_alone() -> None:
     assert np.flatnonzero(bits).tolist() == [0, 31, 32, 99]
 
 
-def test_planner_and_sampler_number_the_edits_alike() -> None:
+def test_scheduler_and_sampler_number_the_edits_alike() -> None:
     names = [name for name in vars(slot_record) if name.startswith("EDIT_")]
     assert set(names) == {"EDIT_NONE", "EDIT_ADD", "EDIT_BAN", "EDIT_MIN_TOKENS"}
     for name in names:

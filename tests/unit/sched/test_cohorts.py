@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxengine.sched.config import PlannerConfig
+from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
@@ -14,7 +14,7 @@ def result(plan: StepPlan) -> StepResult:
 
 def test_stages_are_kept_full() -> None:
     stages, requests = 3, 7
-    config = PlannerConfig(
+    config = SchedulerSizes(
         max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, block_size=4,
         num_blocks=64, num_cohorts=stages,
     )  # fmt: skip

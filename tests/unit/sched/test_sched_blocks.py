@@ -1,4 +1,4 @@
-"""Blocks of the planner: prefixes, salts, events, windows."""
+"""Blocks of the scheduler: prefixes, salts, events, windows."""
 
 from __future__ import annotations
 

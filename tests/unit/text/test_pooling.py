@@ -12,13 +12,13 @@ import pytest
 
 from jaxengine.engine.pooling import NO_ROW, Pooled, pool_index
 from jaxengine.sched.batch import first_tokens
-from jaxengine.sched.config import GroupSpec, PlannerConfig
+from jaxengine.sched.config import GroupSpec, SchedulerSizes
 from jaxengine.sched.plan import StepPlan, StepResult
 from jaxengine.sched.request import Request
 from jaxengine.sched.scheduler import Scheduler
 
 TOKENS, D = 16, 3
-PLANNER = PlannerConfig(
+PLANNER = SchedulerSizes(
     max_num_seqs=4,
     max_num_batched_tokens=TOKENS,
     max_model_len=96,
