@@ -42,7 +42,6 @@ ALL = [
 ]
 ALL += [case(family, pipeline_parallel_size=2, tensor=2) for family in ("llama", "gemma3", "phi3")]
 ALL += [experts(family, 2, 1, pipeline_parallel_size=2) for family in ("mixtral", "deepseek-v3")]
-ALL += [case("llama-gqa-tied-bias", tensor=3)]
 ALL += [
     experts(family, tensor, data, all2all_backend=backend, **overlap)
     for family in MOE
@@ -50,7 +49,7 @@ ALL += [
     for backend in ("allgather", "all_to_all")
     for overlap in ({}, DBO)
 ]
-ALL += [case(f, pipeline_parallel_size=4) for f in ("smollm3", "mixtral")]
+ALL += [case("smollm3", pipeline_parallel_size=4)]
 ALL += [case(family, tensor, data) for family in MOE for tensor, data in ((2, 1), (2, 2))]
 
 
