@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxengine.metrics import tracing
 from jaxengine.metrics.figures import place_figure
 from jaxengine.metrics.merge import merge_texts
 from jaxengine.metrics.prometheus import Metrics, Totals, with_vllm_names
@@ -248,7 +247,7 @@ def test_traces_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         check_tracing("collector:4317")
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        tracing.importlib.util,
+        importlib.util,
         "find_spec",
         lambda name: None if name.startswith("opentelemetry.exporter") else real(name),
     )
