@@ -105,12 +105,16 @@ class LeadingRunner(AroundRunner):
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # While nodes join, the last to come under a name has it: a connection that is breaking, or
+        # a stranger's that says nothing, must not keep the node itself out.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         self._others = [_name(rank) for rank in range(1, config.parallel.nnodes)]
         try:
             self._socket.bind(_address(config.parallel))
             self._welcome(digest(config))
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         except BaseException:
             self._context.destroy(linger=0)  # an open socket would hold the process back
             raise

@@ -93,6 +93,17 @@ def test_what_is_too_long_is_not_read(leader: Leader) -> None:
     assert leader.error is None and leader.runner is not None
 
 
+def test_a_silent_stranger_does_not_keep_a_name(leader: Leader) -> None:
+    squatter = leader.peer(b"node 1")
+    monitor = squatter.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    leader.reach(squatter)
+    assert monitor.poll(15_000)
+    squatter.disable_monitor()
+    leader.say(b"node 1", digest(leader.config))
+    leader.join(25)
+    assert leader.error is None and leader.runner is not None
+
+
 @pytest.mark.parametrize("parts", [(b"\x1b[31m",), (b"",), (b"\x1b[31m", b"more")], ids=str)
 def test_a_node_with_other_settings_ends_it(leader: Leader, parts: tuple[bytes, ...]) -> None:
     leader.say(b"node 1", *parts)
