@@ -13,7 +13,7 @@ arithmetic), `running` and `admission` (schedule), `reconcile` (update), `kv_cac
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -58,6 +58,11 @@ class Scheduler:
         self.num_processed_steps = 0
         self._max_feasible = kv.max_feasible_tokens()
         self._pause: str | None = None  # None | "wait" | "keep"
+
+    @property
+    def shards(self) -> Sequence[Scheduler]:
+        """Itself: what is asked of each shard is asked of one scheduler alike."""
+        return (self,)
 
     # -- requests ---------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class OverlapCounts:
     def add(self, outcome: Overlapped) -> None:
         self._counts[outcome] += 1
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """Names and values for `EngineStats.extra`."""
         return {
             ("dbo_steps" if name == "steps" else f"dbo_off_{name}"): float(count)
@@ -133,9 +133,9 @@ class ShapeChooser:
         if outcome is not None:
             self._overlapped.add(outcome)
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """Counters of dual-batch overlap; empty where it is off."""
-        return {} if self._overlap is None else self._overlapped.figures()
+        return {} if self._overlap is None else self._overlapped.stats()
 
     def _in_halves(self, bucket: Bucket, fewest_tokens: int) -> Bucket | None:
         """The program of two microbatches, when every shard has tokens enough for it."""

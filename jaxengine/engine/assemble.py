@@ -1,21 +1,91 @@
-"""What an engine core is put together from, by its settings."""
+"""What an engine core is put together from, by its settings. What it does without is there in a
+do-nothing form (`engine.absent`)."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig
+from jaxengine.engine.absent import Alone, InProcess, NoDrafts, NoEvents
+from jaxengine.engine.grammars import Grammars
+from jaxengine.engine.packer import Packer
+from jaxengine.engine.state_lock import StateLock
+from jaxengine.engine.step_counts import StepCounts
+from jaxengine.engine.transfers import Transfers
 from jaxengine.executor.worker import WorkerExecutor
 from jaxengine.executor.worker_build import WorkerBuilt, build_worker
 from jaxengine.metrics.work import WorkModel, work_model
+from jaxengine.sched.executor import Executor, Verifier
 from jaxengine.settings.coupling import member_of
 from jaxengine.speculate.config import SpeculativeConfig, parse_speculative_config
+from jaxengine.speculate.driver import Speculator
 
 if TYPE_CHECKING:
     from jaxengine.engine.coupled.lockstep import Lockstep
     from jaxengine.engine.kv_events import KVEventPublisher
     from jaxengine.executor.build import Built
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything around the scheduler that a step passes through."""
+
+    built: Built | WorkerBuilt
+    executor: Executor
+    process: WorkerExecutor | InProcess  # that holds the device
+    peers: Lockstep | Alone  # ranks that share experts
+    events: KVEventPublisher | NoEvents
+    speculation: Speculator | NoDrafts
+    packers: list[Packer]  # by shard
+    transfers: Transfers
+    grammars: Grammars
+    counts: StepCounts
+    lock: StateLock
+
+
+def assemble(config: EngineConfig) -> Parts:
+    """Load, compile and allocate. Raises ValueError and the loader's errors; nothing stays open
+    then."""
+    speculation = speculation_of(config)
+    with ExitStack() as undo:
+        built = open_built(config)
+        executor = built.executor
+        undo.callback(executor.shutdown)
+        if speculation is not None:
+            sizes = replace(built.sched_sizes, max_drafts=speculation.num_speculative_tokens)
+            built = replace(built, sched_sizes=sizes)
+        events = event_publisher(config)
+        undo.callback(events.close)
+        drafts = NoDrafts() if speculation is None else speculator_of(config, built, speculation)
+        transfers = Transfers(config, built)
+        undo.callback(transfers.close)
+        parts = Parts(
+            built=built,
+            executor=executor,
+            # With fault tolerance the device is another process's, and this one holds no JAX.
+            process=executor if isinstance(executor, WorkerExecutor) else InProcess(),
+            peers=_peers(config, executor),
+            events=events,
+            speculation=drafts,
+            packers=[
+                Packer(
+                    built.batch_shape,
+                    built.slot_shape,
+                    config.model.seed + shard,
+                    always_seed=speculation is not None,
+                )
+                for shard in range(built.num_shards)
+            ],
+            transfers=transfers,
+            grammars=Grammars(config, built.spec.vocab_size),
+            counts=StepCounts(work_model_of(config, built)),
+            lock=StateLock(),
+        )
+        undo.pop_all()
+    return parts
 
 
 def open_built(config: EngineConfig) -> Built | WorkerBuilt:
@@ -57,25 +127,33 @@ def speculation_of(config: EngineConfig) -> SpeculativeConfig | None:
     return speculation if speculation.num_speculative_tokens else None
 
 
-def make_lockstep(config: EngineConfig, executor: object) -> Lockstep | None:
-    """None for an engine that steps alone, which needs no ZMQ."""
+def speculator_of(
+    config: EngineConfig, built: Built | WorkerBuilt, speculation: SpeculativeConfig
+) -> Speculator:
+    """Opens the executor's programs for drafts."""
+    assert isinstance(built.executor, Verifier)
+    return Speculator(speculation, built.sched_sizes, built.executor, config.runner.warmup)
+
+
+def _peers(config: EngineConfig, executor: Executor) -> Lockstep | Alone:
     member = member_of(config)
     if member is None:
-        return None
+        return Alone(executor)
+    # Not above: an engine that steps alone needs no ZMQ.
     from jaxengine.engine.coupled.lockstep import Lockstep
 
     assert isinstance(executor, WorkerExecutor)
     return Lockstep(member, config, executor)
 
 
-def event_publisher(config: EngineConfig) -> KVEventPublisher | None:
-    """None without KV events."""
+def event_publisher(config: EngineConfig) -> KVEventPublisher | NoEvents:
+    """Raises ValueError for the setting, or when its endpoint cannot be bound."""
     if config.cache.kv_events_config is None:
-        return None
+        return NoEvents()
     # Not above: an engine in a notebook needs no ZMQ.
     from jaxengine.engine.kv_events import KVEventPublisher
     from jaxengine.settings.kv_events import parse_kv_events_config
 
     events = parse_kv_events_config(config.cache.kv_events_config)
     rank = config.data_parallel.data_parallel_rank or 0
-    return KVEventPublisher(events, rank) if events.enable else None
+    return KVEventPublisher(events, rank) if events.enable else NoEvents()

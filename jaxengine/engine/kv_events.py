@@ -29,6 +29,8 @@ PAUSE = 0.01  # seconds; how often a client that reads slowly is tried again
 class KVEventPublisher:
     """`publish` is called by one thread, the step loop's; a thread of its own does the rest."""
 
+    records = True  # the scheduler must note what becomes of blocks
+
     def __init__(self, config: KVEventsConfig, rank: int = 0) -> None:
         """Bind the endpoints. Raises ValueError when one cannot be bound."""
         self.counts = Counters()
@@ -79,6 +81,9 @@ class KVEventPublisher:
         self._queue.put((self._left_out, time.time(), events))
         self._left_out = 0
         self._ring()
+
+    def stats(self) -> dict[str, float]:
+        return self.counts.snapshot()
 
     def close(self) -> None:
         """Send what is left and free the endpoints. Idempotent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,18 +164,16 @@ class Packer:
         )
 
 
-Choose = Callable[[int, int, bool, int], tuple[Bucket, int]]  # see Executor.choose
-
-
 def pack_step(
     packers: Sequence[Packer],
     plans: Sequence[StepPlan | None],
     tables: Sequence[Sequence[Int32]],
-    choose: Choose,
+    shape: tuple[Bucket, int],
 ) -> Batch:
-    """The batch of a step, a plan or None from every shard; all in one shape."""
+    """The batch of a step, a plan or None from every shard; all in one shape: forward bucket and
+    sampler rows."""
     seeds = [[] if plan is None else p.seeds(plan) for p, plan in zip(packers, plans, strict=True)]
-    bucket, rows = choose(*step_sizes(plans))
+    bucket, rows = shape
     parts = [
         packer.empty(bucket, rows)
         if plan is None

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxengine.config import EngineConfig
 from jaxengine.offload.build import Offload, build_offload
 from jaxengine.offload.config import parse_offload
 from jaxengine.offload.jobs import OffloadStep
-from jaxengine.offload.layout import KVLayout
-from jaxengine.sched.config import SchedulerSizes
 from jaxengine.sched.connector import KVConnector
 from jaxengine.sched.executor import Executor
 from jaxengine.sched.plan import StepPlan
 from jaxengine.sched.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from jaxengine.executor.build import Built
+    from jaxengine.executor.worker_build import WorkerBuilt
+
 
 class Transfers:
     """The tiers of every shard. They outlive the device's process."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        executor: Executor,
-        sched_sizes: SchedulerSizes,
-        layout: KVLayout,
-        facts: dict[str, Any],
-        num_shards: int,
-    ) -> None:
+    def __init__(self, config: EngineConfig, built: Built | WorkerBuilt) -> None:
         """Raises ValueError that names the setting."""
         wanted = parse_offload(config.cache.kv_transfer_config, config.cache.kv_offloading_size)
-        self._executor = executor
+        self._executor: Executor = built.executor
         self._offloads: list[Offload] = []
         if wanted is None:
             return
@@ -40,10 +34,12 @@ class Transfers:
             raise ValueError("KV offload works within one node and without pipeline stages")
         shared = config.fault.enable_fault_tolerance
         rank = config.data_parallel.data_parallel_rank or 0
-        for shard in range(num_shards):
-            share = wanted.share(num_shards, shard, rank)
-            self._offloads.append(build_offload(share, layout, sched_sizes, facts, shared))
-        executor.open_transfers([offload.pool for offload in self._offloads], layout)
+        for shard in range(built.num_shards):
+            share = wanted.share(built.num_shards, shard, rank)
+            self._offloads.append(
+                build_offload(share, built.kv_layout, built.sched_sizes, built.kv_facts, shared)
+            )
+        self._executor.open_transfers([o.pool for o in self._offloads], built.kv_layout)
 
     def connector(self, shard: int) -> KVConnector | None:
         """What shard's scheduler asks."""

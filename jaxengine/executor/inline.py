@@ -118,7 +118,7 @@ class InlineExecutor:
             "num_compilations": programs.num_compiled,
             "compilations_after_warmup": programs.compiled_after_warmup,
             "warm": float(programs.warm),
-        } | self._chooser.figures()
+        } | self._chooser.stats()
 
     def wait_warm(self) -> None:
         self._runner.programs.wait()

@@ -355,7 +355,7 @@ class WorkerExecutor:
 
     def stats(self) -> dict[str, float]:
         """As of the worker's last message; asks nobody."""
-        return self._figures | self._chooser.figures()
+        return self._figures | self._chooser.stats()
 
     def shutdown(self) -> None:
         if self.alive:

@@ -67,7 +67,7 @@ class Speculator:
         self._seen: set[str] = set()  # requests the proposer may know
         self._k = 0  # of the step that was chosen last
         self._tried = 0  # drafts a row that were looked for before it
-        self.stats = SpeculationStats(self._most)
+        self.counts = SpeculationCounts(self._most)
         shapes = reachable_shapes(
             self._schedule, row_buckets(sched_sizes.max_num_seqs), config.adaptive
         )
@@ -92,7 +92,7 @@ class Speculator:
         self._k = self._tried = 0
         began = time.perf_counter()
         chosen = self._with_drafts(scheduler, bool(in_flight), depth)
-        self.stats.seconds += time.perf_counter() - began
+        self.counts.seconds += time.perf_counter() - began
         if chosen is None and any(bucket.drafts for bucket in in_flight):
             return WAIT
         return chosen
@@ -169,13 +169,17 @@ class Speculator:
         accepted, drafted = _accepted(result, update), 0
         if result.num_drafted is not None:
             drafted = int(result.num_drafted.sum())
-            self.stats.add(int(np.count_nonzero(result.num_drafted)), drafted, accepted)
-        self.stats.steps_by_k[k] += 1
+            self.counts.add(int(np.count_nonzero(result.num_drafted)), drafted, accepted)
+        self.counts.steps_by_k[k] += 1
         if self._controller is not None:
             self._controller.observe(plan.num_rows, max(k, tried), seconds, drafted, accepted)
 
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, for `EngineStats.extra`."""
+        return self.counts.stats()
 
-class SpeculationStats:
+
+class SpeculationCounts:
     """Counters since the start. Accepted drafts are those given out: what a stop or max_tokens
     cuts off does not count."""
 
@@ -192,7 +196,7 @@ class SpeculationStats:
         for place, count in enumerate(accepted[: len(self.accepted_by_place)]):
             self.accepted_by_place[place] += count
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """Flat names for `EngineStats.extra`."""
         figures = {
             "spec_num_drafts": float(self.num_drafts),

@@ -72,11 +72,11 @@ def oracle_engine(model: str = "llama") -> EngineCore:
 @contextmanager
 def depth(core: EngineCore, steps: int) -> Iterator[None]:
     """Run with so many steps in the pipeline: 1 is synchronous, 2 asynchronous scheduling."""
-    before, core.depth = core.depth, steps
+    before, core.pipeline.depth = core.pipeline.depth, steps
     try:
         yield
     finally:
-        core.depth = before
+        core.pipeline.depth = before
 
 
 def request(name: str, prompt: Iterable[int], **params: Any) -> EngineRequest:

@@ -78,7 +78,7 @@ def compare(core: EngineCore, mix: Mix) -> int:
         for p, q in zip(a.prompt or [], b.prompt or [], strict=True):
             assert p is q or p.logprobs == pytest.approx(q.logprobs, abs=1e-3)
         ended += 1
-    assert core._collected.is_empty
+    assert core.pipeline.collected.is_empty
     return ended
 
 
@@ -147,5 +147,5 @@ def test_preempted_requests_lose_and_repeat_nothing(variant: str) -> None:
 
 
 def test_the_setting_chooses_the_depth() -> None:
-    assert oracle_engine().depth == 1 and oracle_engine().stats().pipeline_depth == 1
-    assert engine(**TIGHT).depth == 2 and engine(**TIGHT).stats().pipeline_depth == 2
+    assert oracle_engine().pipeline.depth == 1 and oracle_engine().stats().pipeline_depth == 1
+    assert engine(**TIGHT).pipeline.depth == 2 and engine(**TIGHT).stats().pipeline_depth == 2

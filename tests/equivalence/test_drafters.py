@@ -177,7 +177,7 @@ def test_rows_with_a_grammar_have_no_drafts(
     def matcher(wire: EngineRequest) -> Matcher | None:
         return compiler.matcher(spec) if wire.request_id.startswith("json") else None
 
-    monkeypatch.setattr(core._grammars, "matcher", matcher)
+    monkeypatch.setattr(core._parts.grammars, "matcher", matcher)
     free = [request(f"{i}", [7, 8, 9] * 6, max_tokens=40) for i in range(2)]
     asked = [request(f"json{i}", tk.encode(text).ids, max_tokens=60, temperature=i * 0.5, seed=i)
              for i in range(4)]  # fmt: skip

@@ -60,7 +60,7 @@ def test_a_busy_loop_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     core = engine(**TIGHT_16)
     core.add_request(request("one", [3, 4, 5], max_tokens=4))
     reports: list[EngineStats] = []
-    with core._books:
+    with core._state_lock:
         thread = threading.Thread(target=core.abort_early, args=(["one"], reports.append))
         thread.start()
         thread.join(30)

@@ -64,7 +64,7 @@ def constrain(core: EngineCore, compiler: GrammarCompiler, patch: pytest.MonkeyP
         compiler.compile(spec_of(name)).result(timeout=60)
         return compiler.matcher(spec_of(name))
 
-    patch.setattr(core._grammars, "matcher", matcher)
+    patch.setattr(core._parts.grammars, "matcher", matcher)
 
 
 def ended_by_its_constraint(one: Seen) -> bool:
@@ -117,7 +117,7 @@ def test_an_aborted_request_waits_for_its_grammar_no_longer(
 ) -> None:
     """B12: an idle engine makes no step that would notice."""
     core = engine(**TIGHT)
-    monkeypatch.setattr(core._grammars, "matcher", lambda _: Matcher(Future(), [END]))
+    monkeypatch.setattr(core._parts.grammars, "matcher", lambda _: Matcher(Future(), [END]))
     core.add_request(request("a", [5, 6, 7]))
     core.add_request(request("b", [5, 6, 7]))
     assert core.stats().extra["waiting_deferred"] == 2

@@ -76,7 +76,7 @@ def test_prompt_logprobs_behind_cache_chunks_and_preemption(shape: dict[str, Any
     for seen in rounds:
         for name, one in want.items():
             same_prompt_logprobs(seen[name], one)
-    assert core._collected.is_empty
+    assert core.pipeline.collected.is_empty
 
 
 def test_an_aborted_prompt_leaves_nothing_behind() -> None:
@@ -89,7 +89,7 @@ def test_an_aborted_prompt_leaves_nothing_behind() -> None:
                 core.abort_requests(["gone"])
 
         run(core, [wire], abort)
-        assert core._collected.is_empty
+        assert core.pipeline.collected.is_empty
 
 
 # -- B10: constraints at temperature 0, and beside others ------------------------------------

@@ -175,7 +175,7 @@ def test_prompt_logprobs_of_every_length_compile_nothing_and_keep_no_memory() ->
             ask(length)
     assert core.stats().num_compilations == programs
     assert psutil.Process().memory_info().rss < 1.05 * memory
-    assert core._collected.is_empty
+    assert core.pipeline.collected.is_empty
 
 
 def _with(params: SamplingParams, **changes: int | None) -> SamplingParams:

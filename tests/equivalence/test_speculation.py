@@ -69,15 +69,15 @@ def drafter(core: EngineCore, propose: Callable[[str, Int32, int], list[int]]) -
         def forget(self, request_id: str) -> None:
             pass
 
-    before = core._speculator
+    before = core.pipeline.speculation
     assert before is not None
     config = parse_speculative_config({**CONFIG, "method": "suffix"})
-    core._speculator = Speculator(config, core.built.sched_sizes, core.executor, "full")  # type: ignore[arg-type]
-    core._speculator._proposer = Own()
+    core.pipeline.speculation = Speculator(config, core.built.sched_sizes, core.executor, "full")  # type: ignore[arg-type]
+    core.pipeline.speculation._proposer = Own()
     try:
         yield
     finally:
-        core._speculator = before
+        core.pipeline.speculation = before
 
 
 def wrong(request_id: str, tokens: Int32, k: int) -> list[int]:
@@ -147,7 +147,7 @@ def test_other_drafters_are_equal(
     clock of this test every step takes as long, so that drafts pay on any machine."""
     core = speculating()
     monkeypatch.setattr(core.executor, "open_speculation", lambda *_: None)
-    before = core._speculator
+    before = core.pipeline.speculation
     core.use_speculation({**CONFIG, **setting})
     rng = random.Random(9)
     requests = [
@@ -157,11 +157,11 @@ def test_other_drafters_are_equal(
     # Adaptive K needs steps of equal size to learn from.
     requests += [request(f"long {i}", [7, 8, 9] * 4, max_tokens=120) for i in range(2)]
     try:
-        with depth(core, steps), tapped(core._speculator, finished=in_equal_time):
+        with depth(core, steps), tapped(core.pipeline.speculation, finished=in_equal_time):
             assert_equal(requests, in_turns(core, requests, every=7))
         figures = spec_figures(core)
     finally:
-        core._speculator = before
+        core.pipeline.speculation = before
     assert figures["num_draft_tokens"] > 20
     assert figures["steps_k0"] > 0
     assert sum(figures[f"steps_k{k}"] for k in range(1, 6)) > 5
@@ -254,14 +254,14 @@ def test_no_drafts_beyond_the_drafters_length(steps: int, monkeypatch: pytest.Mo
     """`max_model_len` of the drafter: longer requests go on without drafts."""
     core = speculating()
     monkeypatch.setattr(core.executor, "open_speculation", lambda *_: None)
-    before = core._speculator
+    before = core.pipeline.speculation
     core.use_speculation({**CONFIG, "max_model_len": 60})
     wire = constant("a", max_tokens=120)
     try:
         with depth(core, steps), recorded_plans(core) as plans:
             assert_equal([wire], run(core, [wire]))
     finally:
-        core._speculator = before
+        core.pipeline.speculation = before
     drafted = [plan for plan in plans if plan.num_drafts.any()]
     assert len(drafted) > 5
     assert 50 < max(int((plan.start + plan.num_new).max()) for plan in drafted) <= 60
@@ -321,7 +321,7 @@ def test_grammars_hold(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def matcher(wire: EngineRequest) -> Matcher | None:
         return compiler.matcher(spec) if wire.request_id.startswith("json") else None
 
-    monkeypatch.setattr(core._grammars, "matcher", matcher)
+    monkeypatch.setattr(core._parts.grammars, "matcher", matcher)
     free = [request(f"{i}", [7, 8, 9] * 6, max_tokens=25) for i in range(3)]
     asked = [request(f"json{i}", prompt, max_tokens=80, temperature=i * 0.4, seed=i)
              for i in range(6)]  # fmt: skip

@@ -38,7 +38,7 @@ class Numbers:
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     made = engine(**TIGHT_16)
-    monkeypatch.setattr(made._grammars, "_tokenizer", Numbers())
+    monkeypatch.setattr(made._parts.grammars, "_tokenizer", Numbers())
     return made
 
 

@@ -19,8 +19,9 @@ from jaxengine.engine.coupled.exchange import (
 from jaxengine.engine.packer import Prepared, step_sizes
 from jaxengine.executor.coupling import Interrupted
 from jaxengine.executor.worker import WorkerExecutor
-from jaxengine.executor.worker_process import PeerFailed
+from jaxengine.executor.worker_process import PeerFailed, WorkerDied
 from jaxengine.sched.batch import Bucket
+from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import StepPlan
 from jaxengine.sched.shapes import OverlapCounts, Overlapped, ProgramKey, ShapeChooser
 from jaxengine.settings.coupling import Member
@@ -52,6 +53,7 @@ class Lockstep:
         self._round = 0
         self._told: frozenset[ProgramKey] | None = None  # programs that the others know of
         self._warm = False
+        self._cold = False  # a program of the step agreed on last is still being compiled
         combiner = None
         if self._member.rank == 0:
             combiner = Combiner(self._member.size, self._make_choose)
@@ -87,6 +89,23 @@ class Lockstep:
             self._wave = waves.on_work(self._wave)
             self._report(wire.WaveNotice(self.port, self._wave.wave))
         return self.running
+
+    def shape(self, plans: Sequence[StepPlan | None], work: bool) -> tuple[Bucket, int] | None:
+        """Forward bucket and sampler rows of the step that all ranks run next, with these plans
+        here; None when they run none. Raises as `agree`."""
+        agreed = self.agree(plans, work)
+        self._cold = agreed.cold
+        return agreed.shape
+
+    def submit(self, batch: Batch) -> int:
+        """This rank's part of the step that was agreed on. Raises WorkerDied."""
+        return self._worker.submit(batch, self._cold)
+
+    def failed(self, error: Exception) -> None:
+        """The step cannot go on here: the worker ends, which the others' workers wait for."""
+        if not isinstance(error, WorkerDied):
+            error = WorkerDied(f"a step failed: {error}")
+        self._worker.abandon(error)
 
     def agree(self, plans: Sequence[StepPlan | None], work: bool) -> Agreement:
         """What all ranks do in the next step. Raises PeerLostError when one does not come,
@@ -140,25 +159,31 @@ class Lockstep:
         """The next `rejoin` joins the group at `port`."""
         self._next_port = port
 
-    def rejoin(self) -> None:
-        """A new worker in a new group. Raises ValueError when none was named by `join`."""
+    def check_sleep(self) -> None:
+        """Raises ValueError: the others' steps would wait."""
+        raise ValueError("ranks that share experts cannot sleep")
+
+    def rejoin(self) -> bool:
+        """Recover with a new worker in a new group. Raises ValueError when none was named by
+        `join`."""
         port, self._next_port = self._next_port, None
         if port is None:
             raise ValueError("ranks that share experts are respawned together, in a new group")
         self.renew(port)
         self._worker.respawn(port)
+        return True
 
     def renew(self, port: int) -> None:
         """The rank belongs to a new group from now on."""
         self.close()
         self._begin(port)
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """Counters; of dual-batch overlap too, which the ranks choose together."""
-        figures = {"dp_waves": float(self.num_waves), "dp_dummy_steps": float(self.num_dummies)}
+        stats = {"dp_waves": float(self.num_waves), "dp_dummy_steps": float(self.num_dummies)}
         if self._worker.description.overlap is not None:
-            figures |= self._overlapped.figures()
-        return figures
+            stats |= self._overlapped.stats()
+        return stats
 
     def close(self) -> None:
         self._exchange.close()

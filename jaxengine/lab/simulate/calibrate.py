@@ -108,7 +108,7 @@ class Calibration:
             model=core.built.info["model"],
             machine=f"{platform.machine()}, {os.cpu_count()} cores",
             engine=sizes,
-            depth=core.depth,
+            depth=core.pipeline.depth,
             rows_per_turn=self._rows_per_turn,
             byte_s=byte_s,
             page_bytes=tuple(layout.page_bytes(g) for g in range(layout.num_groups)),

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from jaxengine.config import EngineConfig
+from jaxengine.engine.absent import Alone
 from jaxengine.engine.coupled import waves
 from jaxengine.engine.coupled.lockstep import Lockstep, _sizes
-from jaxengine.engine.packer import pack_step
 from jaxengine.executor.coupling import Interrupted, free_port
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.batch import Bucket
@@ -177,9 +177,9 @@ def test_a_coupled_rank_asks_for_the_program_that_a_lone_engine_takes(
     def choose(*sizes: Any) -> Any:
         raise Chosen(sizes)
 
-    packer: Any = SimpleNamespace(seeds=lambda plan: [])
+    executor: Any = SimpleNamespace(choose=choose)
     with pytest.raises(Chosen) as alone:
-        pack_step([packer] * len(plans), plans, [[]] * len(plans), choose)
+        Alone(executor).shape(plans, True)
     wished = _sizes(plans)
     assert wished is not None and wished.decode_only == decode_only
     sizes = (wished.num_tokens, wished.num_rows, wished.decode_only, wished.fewest_tokens)
@@ -195,11 +195,11 @@ def test_every_rank_counts_the_overlap_of_the_steps_that_all_make() -> None:
         one.start()
     until(lambda: sum(one.done for one in ranks) == 4)
     until(lambda: not any(one.lockstep.running for one in ranks))
-    figures = [one.lockstep.figures() for one in ranks]
-    assert figures[0] == figures[1]
+    stats = [one.lockstep.stats() for one in ranks]
+    assert stats[0] == stats[1]
     split = sum(bucket.dbo for bucket, _ in ranks[0].steps)
-    assert figures[0]["dbo_steps"] == split > 0
-    counted = sum(n for name, n in figures[0].items() if name.startswith("dbo_"))
+    assert stats[0]["dbo_steps"] == split > 0
+    counted = sum(n for name, n in stats[0].items() if name.startswith("dbo_"))
     assert counted == len(ranks[0].steps)
     stop(ranks)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.engine.step_figures import StepFigures
+from jaxengine.engine.step_counts import StepCounts
 from jaxengine.sched.batch import Bucket
 
 COMPILE = """
@@ -26,24 +26,23 @@ print(counts)
 """
 
 
-def test_step_figures() -> None:
-    figures = StepFigures()
+def test_step_counts() -> None:
+    counts = StepCounts()
     for bucket in (
         Bucket(8, 8, True),
         Bucket(8, 8, True),
         Bucket(64, 8, False),
         Bucket(24, 8, True, drafts=2),
     ):
-        figures.submitted(bucket)
+        counts.submitted(bucket)
     plan: Any = SimpleNamespace(samples=np.array([True, True, False]))
-    figures.reconciled(plan, 1)
-    figures.reconciled(plan, 2)
-    assert figures.figures(sleep_level=1) == {
+    counts.reconciled(plan, 1)
+    counts.reconciled(plan, 2)
+    assert counts.stats() == {
         "bucket_decode_8_8": 2,
         "bucket_mixed_64_8": 1,
         "bucket_verify_24_8": 1,
         "async_wasted_rows": 1,
-        "sleep_level": 1,
     }
 
 

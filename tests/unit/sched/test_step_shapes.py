@@ -58,7 +58,7 @@ def test_a_shape_that_was_dropped_does_not_count() -> None:
     outcome = chooser.outcome(chosen)
     assert outcome is not None
     counts.add(outcome)
-    assert counts.figures() == {
+    assert counts.stats() == {
         "dbo_steps": 1.0, "dbo_off_below_threshold": 0.0, "dbo_off_not_compiled": 0.0
     }  # fmt: skip
 

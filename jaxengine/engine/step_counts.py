@@ -10,7 +10,7 @@ from jaxengine.sched.batch import Bucket
 from jaxengine.sched.plan import StepPlan
 
 
-class StepFigures:
+class StepCounts:
     """One engine's counts since its start. With a `work` model, estimates of FLOPs and bytes
     too."""
 
@@ -35,9 +35,9 @@ class StepFigures:
         were of sequences that had ended while the step was in flight."""
         self._wasted += max(0, int(plan.samples.sum()) - num_updates)
 
-    def figures(self, sleep_level: int = 0) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """For `EngineStats.extra`."""
-        found = {"async_wasted_rows": float(self._wasted), "sleep_level": float(sleep_level)}
+        found = {"async_wasted_rows": float(self._wasted)}
         if self._work is not None:
             found["estimated_flops"] = self._flops
             found["estimated_read_bytes"] = self._read
