@@ -4,7 +4,7 @@ process decides for it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from jaxengine.sched.batch import Bucket, takes_the_best
@@ -17,6 +17,15 @@ Overlapped = Literal["steps", "below_threshold", "not_compiled"]  # as two micro
 
 
 ON_DEMAND = ("lazy", "first", "greedy")  # values of `warmup` that leave the rest for later
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """What an engine's steps are compiled for. `overlap`: when they run as two microbatches."""
+
+    buckets: list[Bucket]  # of the forward programs
+    row_sizes: tuple[int, ...]  # of the samplers, ascending
+    overlap: Overlap | None = None
 
 
 def sampler_of(batch: Batch, ready: Callable[[ProgramKey], bool]) -> ProgramKey:
@@ -95,16 +104,14 @@ class ShapeChooser:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
-        row_sizes: Sequence[int],
-        overlap: Overlap | None,
+        shapes: StepShapes,
         ready: Callable[[ProgramKey], bool],
         start: Callable[[ProgramKey], None],
     ) -> None:
         """`ready`: is the program compiled; `start`: compile it beside."""
-        self._buckets = list(buckets)
-        self._row_sizes = list(row_sizes)
-        self._overlap = overlap
+        self._buckets = shapes.buckets
+        self._row_sizes = shapes.row_sizes
+        self._overlap = shapes.overlap
         self._ready = ready
         self._start = start
         self._overlapped = OverlapCounts()

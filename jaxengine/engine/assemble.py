@@ -15,8 +15,8 @@ from jaxengine.engine.packer import Packer
 from jaxengine.engine.state_lock import StateLock
 from jaxengine.engine.step_counts import StepCounts
 from jaxengine.engine.transfers import Transfers
+from jaxengine.executor.facts import Facts
 from jaxengine.executor.worker import WorkerExecutor
-from jaxengine.executor.worker_build import WorkerBuilt, build_worker
 from jaxengine.metrics.work import WorkModel, work_model
 from jaxengine.sched.executor import Executor, Verifier
 from jaxengine.settings.coupling import member_of
@@ -26,15 +26,14 @@ from jaxengine.speculate.driver import Speculator
 if TYPE_CHECKING:
     from jaxengine.engine.coupled.lockstep import Lockstep
     from jaxengine.engine.kv_events import KVEventPublisher
-    from jaxengine.executor.build import Built
 
 
 @dataclass(frozen=True)
 class Parts:
     """Everything around the scheduler that a step passes through."""
 
-    built: Built | WorkerBuilt
     executor: Executor
+    facts: Facts
     process: WorkerExecutor | InProcess  # that holds the device
     peers: Lockstep | Alone  # ranks that share experts
     events: KVEventPublisher | NoEvents
@@ -51,20 +50,21 @@ def assemble(config: EngineConfig) -> Parts:
     then."""
     speculation = speculation_of(config)
     with ExitStack() as undo:
-        built = open_built(config)
-        executor = built.executor
+        executor, facts = open_executor(config)
         undo.callback(executor.shutdown)
         if speculation is not None:
-            sizes = replace(built.sched_sizes, max_drafts=speculation.num_speculative_tokens)
-            built = replace(built, sched_sizes=sizes)
+            sizes = replace(facts.sched_sizes, max_drafts=speculation.num_speculative_tokens)
+            facts = replace(facts, sched_sizes=sizes)
         events = event_publisher(config)
         undo.callback(events.close)
-        drafts = NoDrafts() if speculation is None else speculator_of(config, built, speculation)
-        transfers = Transfers(config, built)
+        drafts: Speculator | NoDrafts = NoDrafts()
+        if speculation is not None:
+            drafts = speculator_of(config, executor, facts, speculation)
+        transfers = Transfers(config, executor, facts)
         undo.callback(transfers.close)
         parts = Parts(
-            built=built,
             executor=executor,
+            facts=facts,
             # With fault tolerance the device is another process's, and this one holds no JAX.
             process=executor if isinstance(executor, WorkerExecutor) else InProcess(),
             peers=_peers(config, executor),
@@ -72,26 +72,27 @@ def assemble(config: EngineConfig) -> Parts:
             speculation=drafts,
             packers=[
                 Packer(
-                    built.batch_shape,
-                    built.slot_shape,
+                    facts.batch_shape,
+                    facts.slot_shape,
                     config.model.seed + shard,
                     always_seed=speculation is not None,
                 )
-                for shard in range(built.num_shards)
+                for shard in range(facts.num_shards)
             ],
             transfers=transfers,
-            grammars=Grammars(config, built.spec.vocab_size),
-            counts=StepCounts(work_model_of(config, built)),
+            grammars=Grammars(config, facts.spec.vocab_size),
+            counts=StepCounts(work_model_of(config, facts)),
             lock=StateLock(),
         )
         undo.pop_all()
     return parts
 
 
-def open_built(config: EngineConfig) -> Built | WorkerBuilt:
-    """The model with its executor: in this process, or, with fault tolerance, in a worker's."""
+def open_executor(config: EngineConfig) -> tuple[Executor, Facts]:
+    """The model's executor: of this process, or, with fault tolerance, of a worker's."""
     if config.fault.enable_fault_tolerance or member_of(config) is not None:
-        return build_worker(config)
+        executor = WorkerExecutor(config)
+        return executor, executor.facts
     platform.setup(config.parallel)
     # JAX must not be imported before platform.setup().
     from jaxengine.executor.build import build
@@ -99,15 +100,15 @@ def open_built(config: EngineConfig) -> Built | WorkerBuilt:
     return build(config)
 
 
-def work_model_of(config: EngineConfig, built: Built | WorkerBuilt) -> WorkModel | None:
+def work_model_of(config: EngineConfig, facts: Facts) -> WorkModel | None:
     """For the estimates of `enable_mfu_metrics`; None without it."""
     if not config.server.enable_mfu_metrics:
         return None
     number = 4.0 if config.model.dtype == "float32" else 2.0
     weights = 1.0 if config.model.quantization == "int8" else number
     parallel = config.parallel
-    devices = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * built.num_shards
-    return work_model(built.spec, weights, number).shared_by(devices)
+    devices = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * facts.num_shards
+    return work_model(facts.spec, weights, number).shared_by(devices)
 
 
 def speculation_of(config: EngineConfig) -> SpeculativeConfig | None:
@@ -128,11 +129,11 @@ def speculation_of(config: EngineConfig) -> SpeculativeConfig | None:
 
 
 def speculator_of(
-    config: EngineConfig, built: Built | WorkerBuilt, speculation: SpeculativeConfig
+    config: EngineConfig, executor: Executor, facts: Facts, speculation: SpeculativeConfig
 ) -> Speculator:
     """Opens the executor's programs for drafts."""
-    assert isinstance(built.executor, Verifier)
-    return Speculator(speculation, built.sched_sizes, built.executor, config.runner.warmup)
+    assert isinstance(executor, Verifier)
+    return Speculator(speculation, facts.sched_sizes, executor, config.runner.warmup)
 
 
 def _peers(config: EngineConfig, executor: Executor) -> Lockstep | Alone:

@@ -56,13 +56,13 @@ class EngineCore:
         """Load, compile and allocate. Raises ValueError and the loader's errors."""
         self._parts = parts = assemble(config)
         self.config = config
-        self.built = parts.built
+        self.facts = parts.facts
         self.executor = parts.executor
         self._state_lock = parts.lock
         # One step more than there are stages: each has work while the next is planned.
         stages = config.parallel.pipeline_parallel_size
         depth = 1 + stages if config.scheduler.async_scheduling else 1
-        sizes, shards = parts.built.sched_sizes, parts.built.num_shards
+        sizes, shards = parts.facts.sched_sizes, parts.facts.num_shards
         self._stats = EngineStats(pipeline_depth=depth, num_blocks=sizes.num_blocks * shards)
         self.pipeline = Pipeline(parts, depth, self._stats)
         self._begin()
@@ -73,14 +73,14 @@ class EngineCore:
 
     def _begin(self) -> None:
         """A scheduler without requests, over empty pools."""
-        built, parts = self.built, self._parts
+        facts, parts = self.facts, self._parts
         shards = [
             Scheduler(
-                built.sched_sizes,
+                facts.sched_sizes,
                 connector=parts.transfers.connector(shard),
                 record_events=parts.events.records,
             )
-            for shard in range(built.num_shards)
+            for shard in range(facts.num_shards)
         ]
         parts.transfers.bind(shards)
         self.scheduler: Scheduler | ShardedScheduler = (
@@ -101,14 +101,16 @@ class EngineCore:
             raise ValueError("use_speculation is for an engine without requests")
         speculation = None if setting is None else parse_speculative_config(setting)
         most = 0 if speculation is None else speculation.num_speculative_tokens
-        if most > self.built.sched_sizes.max_drafts:
+        if most > self.facts.sched_sizes.max_drafts:
             raise ValueError(
                 f"speculative_config asks for {most} drafts, but the engine was started for "
-                f"{self.built.sched_sizes.max_drafts}"
+                f"{self.facts.sched_sizes.max_drafts}"
             )
         self.pipeline.speculation = NoDrafts()
         if speculation is not None and most:
-            self.pipeline.speculation = speculator_of(self.config, self.built, speculation)
+            self.pipeline.speculation = speculator_of(
+                self.config, self.executor, self.facts, speculation
+            )
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class EngineCore:
             try:
                 request = make_request(
                     wire,
-                    self.built.sched_sizes.max_model_len,
+                    self.facts.sched_sizes.max_model_len,
                     self._parts.packers[0],
                     self._parts.grammars,
                 )
@@ -353,13 +355,13 @@ class EngineCore:
 
     def ready(self) -> EngineReady:
         """What the front must know before the first request."""
-        sizes = self.built.sched_sizes
+        sizes = self.facts.sched_sizes
         return EngineReady(
             max_model_len=sizes.max_model_len,
-            num_blocks=sizes.num_blocks * self.built.num_shards,
+            num_blocks=sizes.num_blocks * self.facts.num_shards,
             block_size=sizes.block_size,
-            vocab_size=self.built.spec.vocab_size,
-            info=self.built.info,
+            vocab_size=self.facts.spec.vocab_size,
+            info=self.facts.info,
         )
 
     def shutdown(self) -> None:

@@ -50,7 +50,7 @@ class Pipeline:
         self._executor, self._peers, self._lock = parts.executor, parts.peers, parts.lock
         self._packers, self._grammars = parts.packers, parts.grammars
         self._transfers, self._events, self._counts = parts.transfers, parts.events, parts.counts
-        self._vocab_size = parts.built.spec.vocab_size
+        self._vocab_size = parts.facts.spec.vocab_size
         self._stats = stats
 
     def begin(self, scheduler: Scheduler | ShardedScheduler) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from jaxengine.config import EngineConfig
+from jaxengine.executor.facts import Facts
 from jaxengine.offload.build import Offload, build_offload
 from jaxengine.offload.config import parse_offload
 from jaxengine.offload.jobs import OffloadStep
@@ -15,18 +15,14 @@ from jaxengine.sched.executor import Executor
 from jaxengine.sched.plan import StepPlan
 from jaxengine.sched.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from jaxengine.executor.build import Built
-    from jaxengine.executor.worker_build import WorkerBuilt
-
 
 class Transfers:
     """The tiers of every shard. They outlive the device's process."""
 
-    def __init__(self, config: EngineConfig, built: Built | WorkerBuilt) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, facts: Facts) -> None:
         """Raises ValueError that names the setting."""
         wanted = parse_offload(config.cache.kv_transfer_config, config.cache.kv_offloading_size)
-        self._executor: Executor = built.executor
+        self._executor = executor
         self._offloads: list[Offload] = []
         if wanted is None:
             return
@@ -34,12 +30,12 @@ class Transfers:
             raise ValueError("KV offload works within one node and without pipeline stages")
         shared = config.fault.enable_fault_tolerance
         rank = config.data_parallel.data_parallel_rank or 0
-        for shard in range(built.num_shards):
-            share = wanted.share(built.num_shards, shard, rank)
+        for shard in range(facts.num_shards):
+            share = wanted.share(facts.num_shards, shard, rank)
             self._offloads.append(
-                build_offload(share, built.kv_layout, built.sched_sizes, built.kv_facts, shared)
+                build_offload(share, facts.kv_layout, facts.sched_sizes, facts.kv_facts, shared)
             )
-        self._executor.open_transfers([o.pool for o in self._offloads], built.kv_layout)
+        executor.open_transfers([o.pool for o in self._offloads], facts.kv_layout)
 
     def connector(self, shard: int) -> KVConnector | None:
         """What shard's scheduler asks."""

@@ -18,17 +18,17 @@ import msgspec
 import zmq
 
 from jaxengine.config import EngineConfig, ParallelConfig
-from jaxengine.executor.around import AroundRunner
 from jaxengine.executor.worker_messages import Array, Call, Sample, Stop, Submit, WireBatch
+from jaxengine.sched.batch import Bucket
 from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
-from jaxengine.settings.coupling import member_of
+from jaxengine.sched.shapes import ProgramKey
 from jaxengine.wire.strangers import Strangers
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool
+    from jaxengine.offload.jobs import Done, OffloadStep
     from jaxengine.offload.layout import KVLayout
-    from jaxengine.parallel.mesh import Devices
     from jaxengine.runner.model_runner import Handle, ModelRunner
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,6 @@ def join_nodes(parallel: ParallelConfig) -> None:
 
     Raises ValueError for settings that do not fit together.
     """
-    if parallel.nnodes == 1:
-        return
     if not 0 <= parallel.node_rank < parallel.nnodes:
         raise ValueError(f"node_rank must be from 0 to {parallel.nnodes - 1}")
     import jax
@@ -85,22 +83,13 @@ def _address(parallel: ParallelConfig) -> str:
     return f"tcp://{parallel.master_addr}:{parallel.master_port + 1}"
 
 
-def over_processes(runner: ModelRunner, config: EngineConfig, devices: Devices) -> Any:
-    """The runner of one process among several: a coupled rank's, node 0's or a follower's."""
-    if member_of(config) is not None:
-        from jaxengine.executor.shards import ShardRunner
-
-        return ShardRunner(runner, devices, config.parallel.nnodes)
-    return LeadingRunner(runner, config) if config.parallel.node_rank == 0 else runner
-
-
-class LeadingRunner(AroundRunner):
-    """Node 0's `ModelRunner`: tells the others first."""
+class LeadingExecutor:
+    """Node 0's executor: tells the others, then runs it itself. See `Executor`."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
         """Waits until all nodes are there. Raises RuntimeError when one does not come or is
         configured differently."""
-        super().__init__(runner)
+        self._runner = runner
         self._steps = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -139,6 +128,17 @@ class LeadingRunner(AroundRunner):
         for name in self._others:
             self._socket.send_multipart([name, data])
 
+    def ready(self, key: ProgramKey) -> bool:
+        return self._runner.ready(key)
+
+    def start(self, key: ProgramKey) -> None:
+        self._runner.start(key)
+
+    def choose(
+        self, num_tokens: int, num_rows: int, decode_only: bool, fewest_tokens: int
+    ) -> tuple[Bucket, int]:
+        return self._runner.choose(num_tokens, num_rows, decode_only, fewest_tokens)
+
     def submit(self, batch: Batch) -> tuple[int, Handle]:
         self._steps += 1
         self._tell(Submit(self._steps, WireBatch.of(batch)))
@@ -155,6 +155,12 @@ class LeadingRunner(AroundRunner):
         """Raises ValueError: the other nodes cannot reach this one's host memory."""
         raise ValueError("KV offload works within one node; nnodes must be 1 with it")
 
+    def transfer(self, steps: Sequence[OffloadStep | None]) -> None:
+        raise AssertionError("no transfers were opened")
+
+    def poll_transfers(self) -> list[list[Done]]:
+        return []
+
     def reset(self) -> None:
         self._tell(Call(0, "reset"))
         self._runner.reset()
@@ -167,9 +173,15 @@ class LeadingRunner(AroundRunner):
         self._tell(Call(0, "wake_up", [weights, kv_cache]))
         self._runner.wake_up(weights, kv_cache)
 
-    def close(self) -> None:
+    def stats(self) -> dict[str, float]:
+        return self._runner.stats()
+
+    def wait_warm(self) -> None:
+        self._runner.wait_warm()
+
+    def shutdown(self) -> None:
         """The others end too."""
-        self._runner.close()
+        self._runner.shutdown()
         self._tell(Stop())
         self._socket.close(linger=2000)
         self._context.term()
@@ -186,8 +198,7 @@ def run_follower(config: EngineConfig) -> int:
     platform.setup(config.parallel)
     from jaxengine.executor.build import build
 
-    built = build(config)
-    runner: Any = built.executor.runner
+    runner, _ = build(config)
     parallel = config.parallel
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -203,7 +214,7 @@ def run_follower(config: EngineConfig) -> int:
     try:
         return _follow(runner, socket, monitor)
     finally:
-        built.executor.shutdown()
+        runner.shutdown()
         socket.disable_monitor()
         context.destroy(linger=0)
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from jaxengine.executor.worker_messages import Programs
 from jaxengine.sched.buckets import in_halves
-from jaxengine.sched.shapes import ProgramKey
+from jaxengine.sched.shapes import ProgramKey, StepShapes
 from jaxengine.sched.verify_batch import verify_bucket
 
 if TYPE_CHECKING:
-    from jaxengine.executor.build import Built
+    from jaxengine.executor.nodes import LeadingExecutor
+    from jaxengine.runner.model_runner import ModelRunner
 
 _POLL = 0.1, 2.0  # seconds between looks at what is compiled: while it changes, and at most
 
@@ -20,16 +21,17 @@ _POLL = 0.1, 2.0  # seconds between looks at what is compiled: while it changes,
 class ProgramWatch:
     """Tells the engine which programs are compiled, at every change."""
 
-    def __init__(self, built: Built, send: Callable[[Programs], None]) -> None:
-        from jaxengine.executor.worker_build import row_sizes_of
-        from jaxengine.runner.warmup import warmup_keys
+    def __init__(
+        self,
+        executor: ModelRunner | LeadingExecutor,
+        shapes: StepShapes,
+        send: Callable[[Programs], None],
+    ) -> None:
+        from jaxengine.runner.warmup import warmup_keys  # imports JAX
 
-        self._executor, self._overlap = built.executor, built.overlap
+        self._executor, self._overlap = executor, shapes.overlap
         self._tell = send
-        buckets = built.runner.buckets
-        halves = in_halves(buckets, built.overlap)
-        keys = warmup_keys(buckets, row_sizes_of(built.sched_sizes), halves)
-        self._plain: list[ProgramKey] = [(key.kind, key.size) for key in keys]
+        self._plain: list[ProgramKey] = [(key.kind, key.size) for key in warmup_keys(shapes)]
         self._keys = self._plain
         self._sent: tuple[int, dict[str, float]] = (-1, {})
         self._lock = threading.Lock()

@@ -11,19 +11,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config import EngineConfig
+from jaxengine.executor.facts import Facts
 from jaxengine.executor.inject import Injector, carry_out
 from jaxengine.executor.worker_messages import (
     Answer,
     Array,
     Call,
     Compile,
-    Description,
     OpenSpeculation,
     OpenTransfers,
     Pool,
     Programs,
     Reply,
     Sample,
+    Started,
     StartFailed,
     StepDone,
     StepFailed,
@@ -83,7 +84,7 @@ class WorkerExecutor:
         self._broken_ports: set[int | None] = set()  # of coupled groups
         self.epoch = 0
         self._process = self._begin(config)
-        self.description = self._wait_ready(None)
+        self.facts = self._wait_ready(None)
         self._chooser = self._new_chooser()
 
     # -- life -------------------------------------------------------------------------------
@@ -144,13 +145,10 @@ class WorkerExecutor:
             self.epoch += 1
             if port is not None:
                 self._config = moved(self._config, port)
-            self._process = self._begin(_same_sizes(self._config, self.description))
+            self._process = self._begin(_same_sizes(self._config, self.facts))
         try:
             found = self._wait_ready(_RESTART_TIMEOUT)
-            if (
-                found.sched_sizes != self.description.sched_sizes
-                or found.spec != self.description.spec
-            ):
+            if found.sched_sizes != self.facts.sched_sizes or found.spec != self.facts.spec:
                 raise ValueError("the model changed on disk; restart the server to load it")
         except ValueError:
             self._process.close()
@@ -164,7 +162,7 @@ class WorkerExecutor:
         self._death = None
         self._ready_programs: frozenset[ProgramKey] = frozenset()
         self._figures = dict(_FIGURES)
-        self._started: Description | StartFailed | None = None
+        self._started: Started | StartFailed | None = None
         self._heard = time.monotonic()  # when the last message came
         self._answers: dict[int, Answer] = {}
         self._forget_steps()
@@ -176,12 +174,12 @@ class WorkerExecutor:
             self._settings.compile_timeout_sec,
         )
 
-    def _wait_ready(self, timeout: float | None) -> Description:
+    def _wait_ready(self, timeout: float | None) -> Facts:
         self._wait(lambda: self._started is not None, timeout, "it did not start")
         started = self._started
         assert started is not None
-        if isinstance(started, Description):
-            return started
+        if isinstance(started, Started):
+            return started.facts
         self._process.close(_STOP_GRACE)
         failure = ValueError if started.user_error else WorkerDied
         self._death = WorkerDied(started.message)
@@ -216,7 +214,7 @@ class WorkerExecutor:
                 case Programs():
                     self._ready_programs = frozenset(message.ready)
                     self._figures = message.figures
-                case Description() | StartFailed():
+                case Started() | StartFailed():
                     self._started = message
             self._changed.notify_all()
 
@@ -287,7 +285,7 @@ class WorkerExecutor:
     ) -> None:
         """See `Verifier`. Raises WorkerError or WorkerDied."""
         self._speculation = (list(shapes), lookup, warmup)
-        overlap = self.description.overlap
+        overlap = self.facts.step_shapes.overlap
         self._verify_chooser = VerifyChooser(shapes, warmup, self._is_ready, overlap)
         self._send_speculation()
 
@@ -425,21 +423,14 @@ class WorkerExecutor:
         return self._next
 
     def _new_chooser(self) -> ShapeChooser:
-        found = self.description
-        return ShapeChooser(
-            found.buckets,
-            found.row_sizes,
-            found.overlap,
-            self._is_ready,
-            self.compile,
-        )
+        return ShapeChooser(self.facts.step_shapes, self._is_ready, self.compile)
 
     def compile(self, key: ProgramKey) -> None:
         """Begin to compile it in the worker. Raises WorkerDied."""
         self._process.send(Compile(key))
 
 
-def _same_sizes(config: EngineConfig, found: Description) -> EngineConfig:
+def _same_sizes(config: EngineConfig, found: Facts) -> EngineConfig:
     """Settings that give the worker before's sizes: free memory may differ by now."""
     sched_sizes = found.sched_sizes
     cache = replace(config.cache, num_gpu_blocks_override=sched_sizes.num_blocks)

@@ -33,6 +33,7 @@ from jaxengine.executor.worker_messages import (
     OpenTransfers,
     Sample,
     Start,
+    Started,
     StartFailed,
     StepDone,
     StepFailed,
@@ -42,10 +43,12 @@ from jaxengine.executor.worker_messages import (
     TransfersDone,
     WireResult,
 )
-from jaxengine.settings.coupling import member_of
+from jaxengine.sched.executor import Verifier
 
 if TYPE_CHECKING:
-    from jaxengine.executor.build import Built
+    from jaxengine.executor.nodes import LeadingExecutor
+    from jaxengine.runner.model_runner import ModelRunner
+    from jaxengine.sched.shapes import StepShapes
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +74,8 @@ def main(file_descriptor: int) -> None:
     try:
         # JAX must not be imported before platform.setup().
         from jaxengine.executor.build import build
-        from jaxengine.executor.worker_build import describe
 
-        built = build(start.config)
+        executor, facts = build(start.config)
     except Exception as error:  # noqa: BLE001 - the engine must learn of it, whatever it is
         user_error = isinstance(error, (ValueError, FileNotFoundError))
         name = type(error).__name__
@@ -81,10 +83,10 @@ def main(file_descriptor: int) -> None:
         trace = "".join(traceback.format_exception(error))
         channel.send(StartFailed(message, trace, user_error))
         os._exit(1)
-    channel.send(describe(built, member_of(start.config)))
+    channel.send(Started(facts))
     threading.Thread(target=_beat, args=(channel,), daemon=True).start()
     garbage.settle(one_answer=start.config.runner.warmup in ("first", "greedy"))
-    _Worker(built, channel).run(inbox)
+    _Worker(executor, facts.step_shapes, channel).run(inbox)
     os._exit(0)  # device runtimes keep threads that would hold a normal exit back
 
 
@@ -117,8 +119,13 @@ def _setup_logging(start: Start) -> None:
 
 
 class _Worker:
-    def __init__(self, built: Built, channel: Channel[Command]) -> None:
-        self._executor = built.executor
+    def __init__(
+        self,
+        executor: ModelRunner | LeadingExecutor,
+        step_shapes: StepShapes,
+        channel: Channel[Command],
+    ) -> None:
+        self._executor = executor
         self._channel = channel
         self._handles: dict[int, Any] = {}  # submitted, not sampled yet
         self._sampled: queue.Queue[tuple[int, Any]] = queue.Queue()
@@ -126,7 +133,7 @@ class _Worker:
         self._failed: int | None = None
         self._lock = threading.Lock()
         self._moving = 0  # KV transfers under way
-        self._programs = ProgramWatch(built, channel.send)
+        self._programs = ProgramWatch(executor, step_shapes, channel.send)
 
     def run(self, inbox: queue.SimpleQueue[Command]) -> None:
         threading.Thread(target=self._send_results, daemon=True).start()
@@ -229,6 +236,7 @@ class _Worker:
 
     def _open_speculation(self, message: OpenSpeculation) -> None:
         self._programs.watch_drafts(message.shapes)
+        assert isinstance(self._executor, Verifier)
         self._executor.open_speculation(message.shapes, message.lookup, message.warmup)
 
     def _answer(self, call: int, action: Callable[[], None]) -> None:

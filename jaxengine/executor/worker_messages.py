@@ -14,16 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxengine.config import EngineConfig
-from jaxengine.models.spec import DecoderSpec
+from jaxengine.executor.facts import Facts
 from jaxengine.offload.jobs import Done, OffloadStep
 from jaxengine.offload.layout import KVLayout
-from jaxengine.sched.batch import BatchShape, Bucket
-from jaxengine.sched.buckets import Overlap
-from jaxengine.sched.config import SchedulerSizes
+from jaxengine.sched.batch import Bucket
 from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import StepResult
 from jaxengine.sched.shapes import ProgramKey, sampler_of
-from jaxengine.sched.slot_record import SlotShape
 from jaxengine.settings.faults import Fault
 
 
@@ -195,20 +192,10 @@ Command = (
 # -- worker -> engine -----------------------------------------------------------------------
 
 
-class Description(msgspec.Struct, tag=True):
-    """What the engine must know of the model that the worker holds. Sent once, when it is ready."""
+class Started(msgspec.Struct, tag=True):
+    """Sent once, when the worker is ready."""
 
-    sched_sizes: SchedulerSizes
-    batch_shape: BatchShape
-    slot_shape: SlotShape
-    spec: DecoderSpec
-    info: dict[str, str]
-    kv_layout: KVLayout
-    kv_facts: dict[str, str]
-    num_shards: int
-    buckets: list[Bucket]
-    row_sizes: tuple[int, ...]
-    overlap: Overlap | None
+    facts: Facts
 
 
 class StartFailed(msgspec.Struct, tag=True):
@@ -254,9 +241,7 @@ class Alive(msgspec.Struct, tag=True):
     """Sent every second: the process runs, whatever its device does."""
 
 
-Reply = (
-    Description | StartFailed | StepDone | StepFailed | Answer | Programs | TransfersDone | Alive
-)
+Reply = Started | StartFailed | StepDone | StepFailed | Answer | Programs | TransfersDone | Alive
 
 
 _LENGTH = struct.Struct("<Q")

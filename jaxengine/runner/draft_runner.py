@@ -42,7 +42,7 @@ class DraftRunner:
             draft = self._programs.get(Key("draft", bucket))
             self._kv, drafts = draft(self._params, self._kv, slots, self.counted, batch.blob)
             return drafts
-        layout = verify_layout(bucket, self._programs.batch_shape)
+        layout = verify_layout(bucket, self._programs.shapes.config.shape)
         if (view(batch.blob, layout, "drafts") == ON_DEVICE).any():
             look_up = self._programs.get(Key("lookup", bucket))
             return look_up(slots, self.counted.length, batch.blob)  # type: ignore[union-attr]
@@ -81,7 +81,7 @@ class DraftRunner:
         self._kv, self.counted = (), None  # first: there may be no room for two
         if self._drafter is not None:
             self._kv = new_state(self._drafter.kv)
-        self.counted = new_state(self._programs.counted)
+        self.counted = new_state(self._programs.shapes.counted)
 
     def sleep(self) -> None:
         """Parameters and state are dropped: most parameters are the target's, or small."""

@@ -1,4 +1,5 @@
-"""Runs packed batches on the device: seed slots, forward, sample, fetch the rows."""
+"""The executor of this process: packed batches to the device (slot records, forward, sample), and
+the rows that come back."""
 
 from __future__ import annotations
 
@@ -11,17 +12,27 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxengine.models.spec import Params
-from jaxengine.parallel.mesh import Devices
-from jaxengine.runner.draft.drafter import Drafter
+from jaxengine.parallel import expert_load
+from jaxengine.runner.draft.lookup import Lookup
 from jaxengine.runner.draft.verify import Drafted
 from jaxengine.runner.draft_runner import DraftRunner
-from jaxengine.runner.programs import Key, Programs, head_params
+from jaxengine.runner.lowering import head_params
+from jaxengine.runner.own_shards import AllShards, OwnShards
+from jaxengine.runner.programs import Key, Programs
 from jaxengine.runner.sampling_step import FIXED
 from jaxengine.runner.state import DeviceState, new_state
+from jaxengine.runner.warmup import draft_keys, programs_of
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
-from jaxengine.sched.shapes import sampler_of
+from jaxengine.sched.shapes import (
+    ON_DEMAND,
+    ProgramKey,
+    ShapeChooser,
+    StepShapes,
+    VerifyChooser,
+    sampler_of,
+)
 
 if TYPE_CHECKING:
     from jaxengine.offload.host_pool import PagePool
@@ -44,36 +55,75 @@ class Handle:
 
 
 class ModelRunner:
-    """Owns parameters and device state. One thread at a time."""
+    """Owns parameters and device state. See `Executor` and `Verifier`; one thread at a time."""
 
     def __init__(
         self,
         params: Params,
-        state_shapes: DeviceState,
         programs: Programs,
-        buckets: list[Bucket],
+        step_shapes: StepShapes,
         reload: Callable[[], Params],
-        devices: Devices | None = None,
-        drafter: Drafter | None = None,
+        shards: AllShards | OwnShards | None = None,
     ) -> None:
-        """`reload` loads the parameters again, after a deep sleep. `state_shapes` have their
-        shardings. Raises the loader's errors of the drafter's parameters."""
+        """`reload` loads the parameters again, after a deep sleep. Raises the loader's errors of
+        the drafter's parameters."""
         self.params = params
         self.programs = programs
-        self.buckets = buckets
+        self.step_shapes = step_shapes
         self._head = head_params(params)
-        self._shapes = state_shapes
-        self._state: DeviceState | None = new_state(state_shapes)
+        self._shapes = programs.shapes.state
+        self._state: DeviceState | None = new_state(self._shapes)
         self._reload = reload
-        self._devices = devices or Devices()
+        self._devices = programs.shapes.devices
+        self._shards = shards or AllShards()
+        self._chooser = ShapeChooser(step_shapes, self.ready, self.start)
+        self._verify_chooser = VerifyChooser((), "lazy", self.ready)
         self._transfers: list[DeviceTransfer] = []  # by shard
         self._shardings: Any = None  # of the parameters, while they sleep in host memory
-        self._drafts = DraftRunner(programs, drafter, params, self._devices)
+        self._drafts = DraftRunner(programs, programs.shapes.drafter, params, self._devices)
         self._is_one_of_many = jax.process_count() > 1
         self._all_legal: dict[int, Array] = {}  # masks by sampler rows, for steps without grammars
 
+    # -- shapes -----------------------------------------------------------------------------
+
+    def ready(self, key: ProgramKey) -> bool:
+        """The program is compiled, and so is what the drafter runs in the same steps. "verify"
+        stands for all programs of a step with drafts."""
+        return all(map(self.programs.ready, programs_of(key, self.programs.drafter)))
+
+    def start(self, key: ProgramKey) -> None:
+        """Compile beside what `ready` asks for."""
+        self.programs.start(programs_of(key, self.programs.drafter))
+
+    def choose(
+        self, num_tokens: int, num_rows: int, decode_only: bool, fewest_tokens: int
+    ) -> tuple[Bucket, int]:
+        return self._chooser.choose(num_tokens, num_rows, decode_only, fewest_tokens)
+
+    def open_speculation(
+        self, shapes: Sequence[tuple[int, int]], lookup: tuple[int, int], warmup: str
+    ) -> None:
+        """See `Verifier`."""
+        self.programs.lookup = Lookup(*lookup)
+        overlap = self.step_shapes.overlap
+        self._verify_chooser = VerifyChooser(shapes, warmup, self.ready, overlap)
+        if warmup not in ON_DEMAND:
+            full = warmup == "full" or (warmup == "auto" and jax.default_backend() != "cpu")
+            keys = draft_keys(self.step_shapes, shapes, self.programs.drafter)
+            self.programs.start(keys, urgent=full)
+            if full:
+                self.programs.wait()
+
+    def choose_verify(self, num_rows: int, num_drafts: int) -> Bucket | None:
+        """See `Verifier`."""
+        return self._verify_chooser.choose(num_rows, num_drafts)
+
+    # -- steps ------------------------------------------------------------------------------
+
     def submit(self, batch: Batch) -> Handle:
         """Dispatch a step; returns before the device is done. A masked batch is sampled later."""
+        self._chooser.count(self._verify_chooser.outcome(batch.bucket))
+        batch = self._shards.batch(batch)
         verifies = batch.bucket.drafts > 0
         forward = self.programs.get(Key("verify" if verifies else "forward", batch.bucket))
         assert self._state is not None, "the engine sleeps"
@@ -108,7 +158,7 @@ class ModelRunner:
 
     def sample(self, handle: Handle, mask: Int32) -> None:
         """Sample a masked batch; its forward may still run."""
-        self._sample(handle, mask)
+        self._sample(handle, self._shards.whole(mask))
 
     def _sample(self, handle: Handle, mask: Int32 | Array) -> None:
         assert self._state is not None
@@ -145,7 +195,7 @@ class ModelRunner:
         """Wait for a step and bring its rows to NumPy, shard by shard."""
         batch = handle.batch
         assert handle.rows is not None, "the batch was not sampled"
-        rows, size = np.asarray(handle.rows), batch.sampler_rows
+        rows, size = self._shards.rows(handle.rows), batch.sampler_rows
         if batch.bucket.drafts:
             return [_verified(rows[: batch.num_rows[0]], batch)]
         results = [
@@ -153,16 +203,20 @@ class ModelRunner:
             for i, count in enumerate(batch.num_rows)
         ]
         if handle.pooled is not None:
-            pooled = np.asarray(handle.pooled).reshape(len(results), -1, handle.pooled.shape[1])
+            pooled = self._shards.rows(handle.pooled).reshape(
+                len(results), -1, handle.pooled.shape[1]
+            )
             for result, sums, count in zip(results, pooled, batch.num_rows, strict=True):
                 result.pooled = sums[:count]
         if handle.prompt is not None:
-            prompt = np.asarray(handle.prompt)
+            prompt = self._shards.rows(handle.prompt)
             for shard, row, first, number in batch.prompt_rows:
                 begin = shard * batch.bucket.tokens + first
                 part = prompt[begin : begin + number]
                 results[shard].prompt_logprobs[row] = (*_split(part[:, 1:]), part[:, 0])
         return results
+
+    # -- KV offload -------------------------------------------------------------------------
 
     def open_transfers(self, pools: Sequence[PagePool], layout: KVLayout) -> None:
         """KV offload: compile the copies between the cache and the shards' host pools."""
@@ -190,6 +244,8 @@ class ModelRunner:
         """Transfers that ended since the last call, by shard."""
         return [transfer.poll() for transfer in self._transfers]
 
+    # -- state ------------------------------------------------------------------------------
+
     def reset(self) -> None:
         """Fresh device state; parameters and programs stay."""
         for transfer in self._transfers:
@@ -197,12 +253,6 @@ class ModelRunner:
         self._state = None  # first: there may be no room for two
         self._state = new_state(self._shapes)
         self._drafts.reset()
-
-    def close(self) -> None:
-        """No more programs are compiled, no more KV is copied."""
-        for transfer in self._transfers:
-            transfer.close()
-        self.programs.shutdown()
 
     def sleep(self, level: int) -> None:
         """1: weights move to host memory; 2: they are dropped. The KV pool is dropped."""
@@ -231,6 +281,25 @@ class ModelRunner:
             self._state = new_state(self._shapes)
         if self._head and self._state is not None:
             self.reset()
+
+    def stats(self) -> dict[str, float]:
+        """Compilations, and how many steps ran as two microbatches."""
+        return {
+            "num_compilations": self.programs.num_compiled,
+            "compilations_after_warmup": self.programs.compiled_after_warmup,
+            "warm": float(self.programs.warm),
+        } | self._chooser.stats()
+
+    def wait_warm(self) -> None:
+        """All programs that were asked for are compiled. Raises what a compilation raised."""
+        self.programs.wait()
+
+    def shutdown(self) -> None:
+        """No more programs are compiled, no more KV is copied."""
+        for transfer in self._transfers:
+            transfer.close()
+        self.programs.shutdown()
+        expert_load.flush()
 
 
 def _result(rows: np.ndarray[Any, Any], want_logprobs: bool) -> StepResult:

@@ -17,21 +17,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
 
-from jaxengine.models.decoder import KV
-from jaxengine.models.spec import Params
-from jaxengine.parallel.layout import Stage
-from jaxengine.parallel.mesh import Devices
 from jaxengine.runner.cache_lock import compiling
 from jaxengine.runner.draft.drafter import Drafter
 from jaxengine.runner.draft.lookup import FROM_DRAFTER, Lookup
-from jaxengine.runner.forward import ForwardOutput, StepConfig, forward
-from jaxengine.runner.sampling_step import pool_rows, sample_rows, score_prompt
+from jaxengine.runner.lowering import (
+    Shapes,
+    lower_forward,
+    lower_pool,
+    lower_sample,
+    lower_score,
+    lower_seed,
+    pipelined,
+)
 from jaxengine.runner.spec_programs import (
-    SpecShapes,
     lower_accept,
     lower_draft,
     lower_follow,
@@ -39,9 +38,7 @@ from jaxengine.runner.spec_programs import (
     lower_remember,
     lower_verify,
 )
-from jaxengine.runner.state import Counted, DeviceState, SlotState, seed_slot
-from jaxengine.sched.batch import BatchShape, Bucket, layout_of, rows_layout
-from jaxengine.sched.slot_record import SlotShape
+from jaxengine.sched.batch import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -53,48 +50,28 @@ Kind = Literal[
 
 
 class Key(NamedTuple):
-    """Names a program: the forward of a bucket, the sampler of so many rows and that of greedy
-    ones, the prompt scorer of so many tokens and their pooling, the slot writer; with drafts what
-    a bucket's step consists of, and what the drafter does behind every step
-    (`runner.draft.drafter`)."""
+    """Identifies a compiled program: its kind and the shape that it is compiled for.
+
+    | kind | size | what it does |
+    |---|---|---|
+    | forward | Bucket | the model over a step's tokens |
+    | sample, greedy | rows | tokens from hidden states; greedy ones alone |
+    | score, pool | tokens | log-probabilities of prompts; sums for embeddings |
+    | seed | 0 | writes a slot's record |
+    | lookup, draft | Bucket | drafts, looked up in the history or by the drafter |
+    | verify, accept | Bucket | a step with drafts: the model over them, then what is kept |
+    | follow, remember | Bucket, rows | the drafter takes note of a step (`runner.draft.drafter`) |
+    """
 
     kind: Kind
     size: Bucket | int = 0
 
 
-class Specs(NamedTuple):
-    """How parameters and caches are divided over the mesh: trees of PartitionSpec."""
-
-    params: Any
-    kv: Any
-
-
 class Programs:
-    """Programs by key. Thread-safe.
+    """Programs by key, compiled in the background in the order asked for. Thread-safe."""
 
-    `params` and `state` may be ShapeDtypeStructs: compiling needs no weights, so that programs
-    compile while weights load.
-    """
-
-    def __init__(
-        self,
-        config: StepConfig,
-        params: Params,
-        state: DeviceState,
-        slot_shape: SlotShape,
-        threads: int = 2,
-        stages: Sequence[Devices] = (Devices(),),
-        specs: Specs | None = None,
-        drafter: Drafter | None = None,
-    ) -> None:
-        """`stages` are the devices of the pipeline's stages; samplers run on the last."""
-        self._config = config
-        self._params = params
-        self._state = state
-        self._slot_shape = slot_shape
-        self._stages = stages
-        self._devices = stages[-1]
-        self._specs = specs or Specs(P(), P())
+    def __init__(self, shapes: Shapes, threads: int = 2) -> None:
+        self.shapes = shapes
         self._urgent = ThreadPoolExecutor(threads, "compile")
         # Half the threads: tracing holds the interpreter, which requests need too.
         self._pool = ThreadPoolExecutor(
@@ -105,22 +82,12 @@ class Programs:
         self.num_compiled = 0
         self.compiled_after_warmup = 0
         self.warm = False
-        self._drafter = drafter
         self.lookup = Lookup(1, 1)  # of the programs that look drafts up
-
-    @property
-    def batch_shape(self) -> BatchShape:
-        return self._config.shape
-
-    @property
-    def counted(self) -> Counted:
-        """Shapes of what engines that speculate keep beside the slots."""
-        return self._speculative().counted
 
     @property
     def drafter(self) -> Drafter | None:
         """The drafter, while the engine drafts with it and not by look-up."""
-        return self._drafter if self.lookup == FROM_DRAFTER else None
+        return self.shapes.drafter if self.lookup == FROM_DRAFTER else None
 
     def start(self, keys: Sequence[Key], urgent: bool = False) -> None:
         """Queue compilations, in this order; the urgent ones at full priority."""
@@ -197,148 +164,41 @@ class Programs:
     def _compile(self, key: Key) -> Any:
         started = time.monotonic()
         compiled: Any
-        if isinstance(key.size, Bucket) and len(self._stages) > 1:
-            compiled = self._pipeline(key.size)
+        if isinstance(key.size, Bucket) and len(self.shapes.stages) > 1:
+            compiled = pipelined(self.shapes, key.size)
         else:
-            with compiling(_cache_folder(), f"{self._config} {key}"):
+            with compiling(_cache_folder(), f"{self.shapes.config} {key}"):
                 compiled = self._lowered(key).compile()
         self.num_compiled += 1
         seconds = time.monotonic() - started
         log.info("program %d ready: %s, %.1f s", self.num_compiled, _describe(key), seconds)
         return compiled
 
-    def _pipeline(self, bucket: Bucket) -> Callable[..., Any]:
-        """All stages of a forward as one call. Nothing in it waits for a device: while a stage
-        works on this step, the one before may already work on the next."""
-        count, num_layers = len(self._stages), self._config.spec.num_layers
-        stages = [Stage(i, count) for i in range(count)]
-        programs = [self._lowered_stage(bucket, stage).compile() for stage in stages]
-
-        def run(params: Params, kv: KV, last_token: Array, blob: Any) -> tuple[KV, Any]:
-            written: KV = ()
-            carry: Any = last_token
-            for stage, program, devices in zip(stages, programs, self._stages, strict=True):
-                layers = stage.layers(num_layers)
-                carry = devices.put(carry, devices.data)
-                part, carry = program(
-                    stage_params(params, stage, num_layers),
-                    kv[layers.start : layers.stop],
-                    carry,
-                    blob,
-                )
-                written += part
-            return written, carry
-
-        return run
-
-    def _lowered_stage(self, bucket: Bucket, stage: Stage) -> Any:
-        config, devices = self._config, self._stages[stage.index]
-        data, kv_spec, num_layers = devices.data, self._specs.kv, config.spec.num_layers
-        layers = stage.layers(num_layers)
-
-        def run_forward(
-            params: Params, kv: KV, carry: Array, blob: Array
-        ) -> tuple[KV, ForwardOutput | Array]:
-            return forward(config, bucket, params, kv, carry, blob, stage)
-
-        carry: Any = self._state.slots.last_token
-        if stage.count > 1:  # it comes from other devices
-            carry = jax.ShapeDtypeStruct(carry.shape, carry.dtype)
-        if not stage.is_first:
-            tokens = devices.num_shards * bucket.tokens
-            carry = jax.ShapeDtypeStruct((tokens, config.spec.hidden_size), jnp.float32)
-        return devices.lower(
-            run_forward,
-            (
-                stage_params(self._params, stage, num_layers),
-                self._state.kv[layers.start : layers.stop],
-                carry,
-                _ints(devices.num_shards * layout_of(bucket, config.shape).size),
-            ),
-            (stage_params(self._specs.params, stage, num_layers), kv_spec, data, data),
-            (kv_spec, data),
-            donate=(1,),
-        )
-
     def _lowered(self, key: Key) -> Any:
-        config, slots, devices = self._config, self._state.slots, self._devices
-        data, shards = devices.data, devices.num_shards
-        width = config.width
-        if isinstance(key.size, Bucket):
-            match key.kind:
-                case "lookup":
-                    return lower_lookup(self._speculative(), key.size, self.lookup)
-                case "draft":
-                    return lower_draft(self._speculative(), key.size)
-                case "verify":
-                    return lower_verify(self._speculative(), key.size)
-                case "accept":
-                    return lower_accept(self._speculative(), key.size)
-                case "follow":
-                    return lower_follow(self._speculative(), key.size)
-            return self._lowered_stage(key.size, Stage())
-        if key.kind == "seed":
-            shape = self._slot_shape
+        of, kind, size = self.shapes, key.kind, key.size
+        if isinstance(size, Bucket):
+            if kind == "lookup":
+                return lower_lookup(of, size, self.lookup)
+            return _OF_BUCKETS[kind](of, size)
+        if kind == "seed":
+            return lower_seed(of)
+        if kind in ("sample", "greedy"):
+            return lower_sample(of, size, greedy=kind == "greedy")
+        return _OF_COUNTS[kind](of, size)
 
-            def run_seed(slots: SlotState, blob: Array) -> SlotState:
-                return seed_slot(shape, slots, blob)
 
-            args = (slots, _ints(shards * shape.blob_size))
-            return devices.lower(run_seed, args, (data, data), data, donate=(0,))
-        size = key.size
-        if key.kind == "remember":
-            return lower_remember(self._speculative(), size)
-        head, head_specs = head_params(self._params), head_params(self._specs.params)
-        hidden = jax.ShapeDtypeStruct((shards * size, width), jnp.float32)
-        if key.kind == "score":
-
-            def run_score(params: Params, hidden: Array, targets: Array) -> Array:
-                return devices.fetched(score_prompt(config, params, hidden, targets))
-
-            targets = _ints(shards * size)
-            specs = (head_specs, data, data)
-            return devices.lower(run_score, (head, hidden, targets), specs, devices.fetch)
-
-        if key.kind == "pool":
-            num_rows = config.row_buckets[-1]
-
-            def run_pool(hidden: Array, index: Array) -> Array:
-                return devices.fetched(pool_rows(config.final(hidden), index, num_rows))
-
-            return devices.lower(
-                run_pool, (hidden, _ints(shards * size)), (data, data), devices.fetch
-            )
-
-        greedy = key.kind == "greedy"
-
-        def run_sample(
-            params: Params, slots: SlotState, hidden: Array, blob: Array, mask: Array
-        ) -> tuple[SlotState, Array]:
-            slots, rows = sample_rows(config, size, params, slots, hidden, blob, mask, greedy)
-            return slots, devices.fetched(rows)
-
-        mask = _ints(shards * size, -(-config.spec.vocab_size // 32))
-        rows = _ints(shards * rows_layout(size).size)
-        return devices.lower(
-            run_sample,
-            (head, slots, hidden, rows, mask),
-            (head_specs, data, data, data, data),
-            (data, devices.fetch),
-            donate=(1,),
-        )
-
-    def _speculative(self) -> SpecShapes:
-        return SpecShapes(
-            self._config,
-            self._params,
-            head_params(self._params),
-            self._specs.params,
-            head_params(self._specs.params),
-            self._specs.kv,
-            self._state,
-            self._devices,
-            self._drafter,
-        )
+_OF_BUCKETS: dict[Kind, Callable[[Shapes, Bucket], Any]] = {
+    "forward": lower_forward,
+    "draft": lower_draft,
+    "verify": lower_verify,
+    "accept": lower_accept,
+    "follow": lower_follow,
+}
+_OF_COUNTS: dict[Kind, Callable[[Shapes, int], Any]] = {  # of rows or tokens
+    "score": lower_score,
+    "pool": lower_pool,
+    "remember": lower_remember,
+}
 
 
 def _own(key: Key) -> Key:
@@ -347,19 +207,6 @@ def _own(key: Key) -> Key:
     if isinstance(key.size, Bucket) and key.size.dbo and key.kind not in ("forward", "verify"):
         return Key(key.kind, replace(key.size, dbo=False))
     return key
-
-
-def stage_params(params: Any, stage: Stage, num_layers: int) -> Any:
-    """The leaves of one stage; a spec for all leaves stays as it is."""
-    if stage.count == 1 or not isinstance(params, dict):
-        return params
-    layers = stage.layers(num_layers)
-    part = {"layers": params["layers"][layers.start : layers.stop]}
-    if stage.is_first:
-        part["embed"] = params["embed"]
-    if stage.is_last:
-        part |= {"final_norm": params["final_norm"], "head": params["head"]}
-    return part
 
 
 def _cache_folder() -> Path | None:
@@ -383,15 +230,3 @@ def _describe(key: Key) -> str:
         what = "" if key.kind == "forward" else f"{key.kind} "
         return f"{what}{'decode' if key.size.decode_only else 'mixed'} {key.size.tokens}"
     return f"{key.kind} {key.size}" if key.size else key.kind
-
-
-def head_params(params: Any) -> Any:
-    """The leaves that the output head reads; a spec for all leaves stays as it is."""
-    if not isinstance(params, dict):
-        return params
-    name = "head" if "head" in params else "embed"
-    return {name: params[name]} if name in params else {}
-
-
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,51 +10,28 @@ from jaxtyping import Array
 
 from jaxengine.models.decoder import KV
 from jaxengine.models.spec import Params
-from jaxengine.parallel.mesh import Devices
-from jaxengine.runner.draft.drafter import Drafter, follow, follow_drafts, remember
+from jaxengine.runner.draft.drafter import follow, follow_drafts, remember
 from jaxengine.runner.draft.lookup import Lookup, look_up
 from jaxengine.runner.draft.verify import Drafted, accept_rows, verify_forward
-from jaxengine.runner.forward import StepConfig
+from jaxengine.runner.lowering import Shapes, ints
 from jaxengine.runner.sampling_step import FIXED
-from jaxengine.runner.state import Counted, DeviceState, SlotState, counted_shapes
+from jaxengine.runner.state import Counted, SlotState
 from jaxengine.sched.batch import Bucket, layout_of, rows_layout
 from jaxengine.sched.verify_batch import verify_layout
 
 
-@dataclass(frozen=True)
-class SpecShapes:
-    """What these programs are lowered for: shapes of the target's parameters, of its output
-    head's, of the state, their specs, and the drafter if there is one."""
-
-    config: StepConfig
-    params: Params
-    head: Params
-    param_specs: Any
-    head_specs: Any
-    kv_specs: Any
-    state: DeviceState
-    devices: Devices
-    drafter: Drafter | None
-
-    @property
-    def counted(self) -> Counted:
-        """Shapes of what is kept beside the slots."""
-        remembers = self.drafter is not None and self.drafter.remembers
-        return counted_shapes(self.state.slots, self.config.feature_width if remembers else None)
-
-
-def lower_lookup(of: SpecShapes, bucket: Bucket, lookup: Lookup) -> Any:
+def lower_lookup(of: Shapes, bucket: Bucket, lookup: Lookup) -> Any:
     """(slots, length, blob) -> drafts."""
     config, slots, data = of.config, of.state.slots, of.devices.data
 
     def run_lookup(slots: SlotState, length: Array, blob: Array) -> Array:
         return look_up(config, bucket, lookup, slots, length, blob)
 
-    blob = _ints(verify_layout(bucket, config.shape).size)
+    blob = ints(verify_layout(bucket, config.shape).size)
     return of.devices.lower(run_lookup, (slots, slots.last_token, blob), (data, data, data), data)
 
 
-def lower_verify(of: SpecShapes, bucket: Bucket) -> Any:
+def lower_verify(of: Shapes, bucket: Bucket) -> Any:
     """(params, kv, slots, length, drafts, blob) -> (kv, drafted)."""
     config, slots, data = of.config, of.state.slots, of.devices.data
 
@@ -64,18 +40,18 @@ def lower_verify(of: SpecShapes, bucket: Bucket) -> Any:
     ) -> tuple[KV, Drafted]:
         return verify_forward(config, bucket, params, kv, slots, length, drafts, blob)
 
-    blob = _ints(verify_layout(bucket, config.shape).size)
-    drafts = _ints(bucket.rows, bucket.drafts)
+    blob = ints(verify_layout(bucket, config.shape).size)
+    drafts = ints(bucket.rows, bucket.drafts)
     return of.devices.lower(
         run_verify,
         (of.params, of.state.kv, slots, slots.last_token, drafts, blob),
-        (of.param_specs, of.kv_specs, data, data, data, data),
-        (of.kv_specs, data),
+        (of.specs.params, of.specs.kv, data, data, data, data),
+        (of.specs.kv, data),
         donate=(1,),
     )
 
 
-def lower_accept(of: SpecShapes, bucket: Bucket) -> Any:
+def lower_accept(of: Shapes, bucket: Bucket) -> Any:
     """(head, slots, counted, drafted, rows blob, mask) -> (slots, counted, output rows)."""
     config, slots, devices = of.config, of.state.slots, of.devices
     data = devices.data
@@ -93,8 +69,8 @@ def lower_accept(of: SpecShapes, bucket: Bucket) -> Any:
         )
         return slots, counted, devices.fetched(rows)
 
-    mask = _ints(bucket.tokens, -(-config.spec.vocab_size // 32))
-    blob = _ints(rows_layout(bucket.rows).size)
+    mask = ints(bucket.tokens, -(-config.spec.vocab_size // 32))
+    blob = ints(rows_layout(bucket.rows).size)
     return devices.lower(
         run_accept,
         (of.head, slots, of.counted, _drafted(of, bucket), blob, mask),
@@ -104,7 +80,7 @@ def lower_accept(of: SpecShapes, bucket: Bucket) -> Any:
     )
 
 
-def lower_draft(of: SpecShapes, bucket: Bucket) -> Any:
+def lower_draft(of: Shapes, bucket: Bucket) -> Any:
     """(drafter's params, its kv, slots, counted, blob) -> (kv, drafts)."""
     drafter = of.drafter
     assert drafter is not None
@@ -114,12 +90,12 @@ def lower_draft(of: SpecShapes, bucket: Bucket) -> Any:
     ) -> tuple[KV, Array]:
         return drafter.draft(bucket, params, kv, slots, counted, blob)
 
-    blob = _ints(verify_layout(bucket, of.config.shape).size)
+    blob = ints(verify_layout(bucket, of.config.shape).size)
     args = (drafter.params, drafter.kv, of.state.slots, of.counted, blob)
     return jax.jit(run_draft, donate_argnums=(1,)).lower(*args)
 
 
-def lower_follow(of: SpecShapes, bucket: Bucket) -> Any:
+def lower_follow(of: Shapes, bucket: Bucket) -> Any:
     """(drafter's params, its kv, history, hidden or None, blob) -> kv; of a step with drafts
     (params, kv, drafted, output rows, blob) -> kv."""
     config, drafter = of.config, of.drafter
@@ -134,34 +110,30 @@ def lower_follow(of: SpecShapes, bucket: Bucket) -> Any:
 
     if bucket.drafts:
         columns = FIXED + 2 * (1 + config.num_logprobs)
-        rows = _ints(bucket.rows, 1 + (1 + bucket.drafts) * columns)
-        blob = _ints(verify_layout(bucket, config.shape).size)
+        rows = ints(bucket.rows, 1 + (1 + bucket.drafts) * columns)
+        blob = ints(verify_layout(bucket, config.shape).size)
         args = (drafter.params, drafter.kv, _drafted(of, bucket), rows, blob)
         return jax.jit(run_follow_drafts, donate_argnums=(1,)).lower(*args)
     hidden = None
     if drafter.reads_hidden:
         hidden = jax.ShapeDtypeStruct((bucket.tokens, config.width), jnp.float32)
-    blob = _ints(layout_of(bucket, config.shape).size)
+    blob = ints(layout_of(bucket, config.shape).size)
     args = (drafter.params, drafter.kv, of.state.slots.history, hidden, blob)
     return jax.jit(run_follow, donate_argnums=(1,)).lower(*args)
 
 
-def lower_remember(of: SpecShapes, rows: int) -> Any:
+def lower_remember(of: Shapes, rows: int) -> Any:
     """(feature, hidden, rows blob) -> feature."""
 
     def run_remember(feature: Array, hidden: Array, blob: Array) -> Array:
         return remember(rows, feature, of.config.features(hidden), blob)
 
     hidden = jax.ShapeDtypeStruct((rows, of.config.width), jnp.float32)
-    args = (of.counted.feature, hidden, _ints(rows_layout(rows).size))
+    args = (of.counted.feature, hidden, ints(rows_layout(rows).size))
     return jax.jit(run_remember, donate_argnums=(0,)).lower(*args)
 
 
-def _drafted(of: SpecShapes, bucket: Bucket) -> Drafted:
+def _drafted(of: Shapes, bucket: Bucket) -> Drafted:
     hidden = jax.ShapeDtypeStruct((bucket.tokens, of.config.width), jnp.float32)
-    shapes: Any = (hidden, _ints(bucket.rows, bucket.drafts), _ints(bucket.rows))
+    shapes: Any = (hidden, ints(bucket.rows, bucket.drafts), ints(bucket.rows))
     return Drafted(*shapes)
-
-
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -121,12 +121,12 @@ class Record:
 def recorded_drafts(core: EngineCore) -> Iterator[Record]:
     """What is drafted inside the block. Waits for every step."""
     record = Record()
-    runner: Any = core.executor.runner  # type: ignore[attr-defined]
+    runner: Any = core.executor
 
     def submitted(submit: Callable[[Batch], Any], batch: Batch) -> Any:
         handle = submit(batch)
         if isinstance(handle.hidden, Drafted):
-            layout = verify_layout(batch.bucket, core.built.batch_shape)
+            layout = verify_layout(batch.bucket, core.facts.batch_shape)
             slots = view(batch.blob, layout, "slots")
             history = np.asarray(runner._state.slots.history)
             known, drafts = np.asarray(handle.hidden.known), np.asarray(handle.hidden.drafts)

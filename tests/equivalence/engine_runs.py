@@ -183,7 +183,7 @@ def recorded_plans(
 
 def _token_slots(core: EngineCore, plan: StepPlan) -> list[int]:
     """Of the first KV group, worked out without the packer."""
-    size = core.built.sched_sizes.block_size
+    size = core.facts.sched_sizes.block_size
     table = core.scheduler.block_tables[0]
     return [
         int(table[plan.slots[row], position // size]) * size + position % size
@@ -210,12 +210,13 @@ def no_compilation() -> Iterator[None]:
     """Nothing is traced, lowered or compiled inside the block, and no eager operation runs: one
     that ran before would have to compile again."""
     for core in OPEN:  # lazy engines may still compile in the background
-        for future in core.executor._runner.programs._futures.values():
+        for future in core.executor.programs._futures.values():
             future.exception()
     jax.clear_caches()
     before = len(_compile_events)
     yield
-    assert _compile_events[before:] == []
+    found = _compile_events[before:]
+    assert not found, found
 
 
 # -- device state ---------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def no_compilation() -> Iterator[None]:
 
 def kv_rows(core: EngineCore) -> np.ndarray:
     """A copy of all keys and values by token slot: [N * P, 2 * layers * G * C]."""
-    kv = core.executor._runner._state.kv
+    kv = core.executor._state.kv
     return np.concatenate(
         [np.asarray(x).reshape(-1, x.shape[-1]) for pair in kv for x in pair], axis=1
     ).copy()
@@ -231,7 +232,7 @@ def kv_rows(core: EngineCore) -> np.ndarray:
 
 def fill_kv(core: EngineCore, value: float) -> None:
     """Overwrite the whole pool. Only between requests."""
-    runner = core.executor._runner
+    runner = core.executor
     kv = tuple(
         tuple(jax.device_put(np.full(x.shape, value, x.dtype)) for x in pair)
         for pair in runner._state.kv

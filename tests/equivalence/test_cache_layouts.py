@@ -37,7 +37,7 @@ def test_same_ids(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head_major = StepLayout(cache="head_major", attention_backend="xla")
     monkeypatch.setattr(build, "choose_attention", lambda *a: (head_major, 16))
     other = engine(model=model, seed=1, **TIGHT_16)
-    assert len(other.executor._runner._state.kv[0]) == 1  # type: ignore[attr-defined]
+    assert len(other.executor._state.kv[0]) == 1  # type: ignore[attr-defined]
     got = run(other, requests)
     assert {n: s.ids for n, s in got.items()} == {n: s.ids for n, s in plain.items()}
 

@@ -78,12 +78,12 @@ def test_random_mixes_are_equal(method: str, folder: pathlib.Path) -> None:
 
 def assert_same_kv(core: EngineCore) -> None:
     """The draft model's KV of all that is computed equals the target's, which it is itself."""
-    runner = core.executor.runner  # type: ignore[attr-defined]
+    runner = core.executor
     pools = [
         np.concatenate([np.asarray(x).reshape(-1, x.shape[-1]) for pair in kv for x in pair], 1)
         for kv in (runner._state.kv, runner._drafts._kv)
     ]
-    state, size = core.scheduler.state, core.built.sched_sizes.block_size
+    state, size = core.scheduler.state, core.facts.sched_sizes.block_size
     for one in state.running:
         position = np.arange(state.table.num_computed[one.slot])
         at = core.scheduler.block_tables[0][one.slot, position // size] * size + position % size

@@ -13,6 +13,7 @@ from testdata import GOLDENS
 from jaxengine import LLM, SamplingParams
 from jaxengine.engine.core import EngineCore
 from jaxengine.runner.forward import forward
+from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.state import new_state
 from jaxengine.sched.batch import pack
 from jaxengine.sched.request import Request
@@ -45,17 +46,18 @@ def hidden_states(llm: LLM, prompt: list[int]) -> np.ndarray:
     """[T, D] by the model itself, the whole prompt in one pass, with no engine around it."""
     core = llm._core
     assert isinstance(core, EngineCore)
-    built = core.built
-    scheduler = Scheduler(dataclasses.replace(built.sched_sizes, max_num_batched_tokens=64))
+    facts, runner = core.facts, core.executor
+    assert isinstance(runner, ModelRunner)
+    scheduler = Scheduler(dataclasses.replace(facts.sched_sizes, max_num_batched_tokens=64))
     scheduler.add(Request("x", prompt, max_tokens=1))
     plan = scheduler.schedule()
-    mixed = next(b for b in built.runner.buckets if not b.decode_only)
+    mixed = next(b for b in facts.step_shapes.buckets if not b.decode_only)
     bucket = dataclasses.replace(mixed, tokens=64)
-    num_slots = built.slot_shape.num_slots
-    blob = pack(plan, bucket, built.batch_shape, scheduler.block_tables, num_slots)
-    kv, slots = new_state(built.runner._shapes)
-    config = built.runner.programs._config
-    _, out = forward(config, bucket, built.runner.params, kv, slots.last_token, jnp.asarray(blob))
+    num_slots = facts.slot_shape.num_slots
+    blob = pack(plan, bucket, facts.batch_shape, scheduler.block_tables, num_slots)
+    kv, slots = new_state(runner._shapes)
+    config = runner.programs.shapes.config
+    _, out = forward(config, bucket, runner.params, kv, slots.last_token, jnp.asarray(blob))
     return np.asarray(out.hidden)[: len(prompt)]
 
 

@@ -28,7 +28,7 @@ POISON = VOCAB - 1  # this token's embedding is NaN
 
 @contextmanager
 def poisoned_embedding(core: EngineCore) -> Iterator[None]:
-    runner = core.executor._runner
+    runner = core.executor
     good = runner.params["embed"]
     bad = np.array(good)
     bad[POISON] = np.nan

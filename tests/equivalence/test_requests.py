@@ -44,7 +44,7 @@ def same_prompt_logprobs(got: Seen, want: Seen) -> None:
 )
 def test_prompt_logprobs_behind_cache_chunks_and_preemption(shape: dict[str, Any]) -> None:
     core = engine(**shape)
-    size = core.built.sched_sizes.block_size
+    size = core.facts.sched_sizes.block_size
     rng = random.Random(8)
     prompts = [prompt_of(rng, n) for n in (size - 1, size, size + 1, 5 * size + 3, 100)]
     prompts.append(prompts[3][: 2 * size] + prompt_of(rng, 9))  # shares a prefix
@@ -178,7 +178,7 @@ def test_unseeded_runs_differ_and_seeded_ones_do_not(core: EngineCore) -> None:
 def test_a_prefix_is_found_only_when_its_kv_is_there(shape: dict[str, Any], rounds: int) -> None:
     core = engine(**shape)
     rng = random.Random(24)
-    shared = prompt_of(rng, 8 * core.built.sched_sizes.block_size)
+    shared = prompt_of(rng, 8 * core.facts.sched_sizes.block_size)
     wires = [
         request(f"{i}", shared + prompt_of(rng, rng.randrange(1, 7)), max_tokens=3, logprobs=1)
         for i in range(32)
@@ -234,7 +234,7 @@ def test_no_token_asked(core: EngineCore) -> None:
 
 def test_no_limit_asked_ends_at_the_context(core: EngineCore) -> None:
     seen = one(core, prompt=prompt_of(random.Random(3), 180), max_tokens=None)
-    assert len(seen.ids) == core.built.sched_sizes.max_model_len - 180 and seen.finish == "length"
+    assert len(seen.ids) == core.facts.sched_sizes.max_model_len - 180 and seen.finish == "length"
 
 
 # -- requests that cannot run ----------------------------------------------------------------

@@ -47,8 +47,8 @@ EDGES = {
 )
 def test_lengths_at_every_edge_of_the_buckets(shape: str) -> None:
     core = engine(**EDGES[shape], warmup="full")
-    most = core.built.sched_sizes.max_num_batched_tokens
-    edges = {b.tokens for b in core.executor._runner.buckets} | {64, most, 2 * most}
+    most = core.facts.sched_sizes.max_num_batched_tokens
+    edges = {b.tokens for b in core.facts.step_shapes.buckets} | {64, most, 2 * most}
     lengths = sorted({n + d for n in edges for d in (-1, 0, 1) if 0 < n + d < MAX_LEN - 4})
     rng = random.Random(shape)
     requests = [request(f"{n}", prompt_of(rng, n), max_tokens=4) for n in lengths]
@@ -68,8 +68,8 @@ def test_lengths_at_every_edge_of_the_buckets(shape: str) -> None:
 def test_buckets_never_exceed_the_budget() -> None:
     for settings in EDGES.values():
         core = engine(**settings)
-        sched_sizes = core.built.sched_sizes
-        sizes = [b.tokens for b in core.executor._runner.buckets]
+        sched_sizes = core.facts.sched_sizes
+        sizes = [b.tokens for b in core.facts.step_shapes.buckets]
         assert max(sizes) == sched_sizes.max_num_batched_tokens
 
 
@@ -99,7 +99,7 @@ def test_a_step_writes_its_own_token_slots_only(shape: str) -> None:
 
     with depth(core, 1), recorded_plans(core, slots=steps) as plans:
         run(core, requests, compare)
-    most = core.built.sched_sizes.max_num_batched_tokens
+    most = core.facts.sched_sizes.max_num_batched_tokens
     assert any(p.num_decode < p.num_rows and p.num_tokens < most for p in plans)
     assert any(p.num_rows == 3 for p in plans)
     assert len(plans) >= 8
@@ -166,7 +166,7 @@ def test_prompt_logprobs_of_every_length_compile_nothing_and_keep_no_memory() ->
             wire.params = _with(wire.params, prompt_logprobs=None)
         run(core, [wire])
 
-    for length in (1, 60, 128, 190):
+    for length in (1, 60, 61, 128, 188, 189, 190):
         ask(length)
     programs = core.stats().num_compilations
     memory = psutil.Process().memory_info().rss

@@ -72,7 +72,7 @@ def drafter(core: EngineCore, propose: Callable[[str, Int32, int], list[int]]) -
     before = core.pipeline.speculation
     assert before is not None
     config = parse_speculative_config({**CONFIG, "method": "suffix"})
-    core.pipeline.speculation = Speculator(config, core.built.sched_sizes, core.executor, "full")  # type: ignore[arg-type]
+    core.pipeline.speculation = Speculator(config, core.facts.sched_sizes, core.executor, "full")  # type: ignore[arg-type]
     core.pipeline.speculation._proposer = Own()
     try:
         yield

@@ -34,12 +34,12 @@ def test_chunks_and_cached_prefixes_under_a_window(size: int) -> None:
 
 def test_blocks_behind_the_window_are_given_back() -> None:
     core = engine(model=MODEL, max_num_seqs=1, max_num_batched_tokens=16)
-    size = core.built.sched_sizes.block_size
+    size = core.facts.sched_sizes.block_size
     most = 0
 
     def look(core: EngineCore, _step: int) -> None:
         nonlocal most
-        most = max(most, round(core.scheduler.kv_usage * core.built.sched_sizes.num_blocks))
+        most = max(most, round(core.scheduler.kv_usage * core.facts.sched_sizes.num_blocks))
 
     run(core, [request("x", prompt_of(random.Random(1), 60), max_tokens=80)], look)
     # A window, a chunk and their edges, not 140 tokens.

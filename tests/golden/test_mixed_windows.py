@@ -58,7 +58,7 @@ def test_equals_the_dense_oracle(model, prompts, expected, chunk) -> None:
             warmup="lazy",
         )
     )
-    assert core.built.spec.groups == (0, 8)
+    assert core.facts.spec.groups == (0, 8)
     try:
         for turn in range(2):  # the second finds the first's prefixes
             got: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}

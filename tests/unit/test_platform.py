@@ -15,7 +15,7 @@ import pytest
 
 from jaxengine import platform
 from jaxengine.config import EngineConfig
-from jaxengine.engine.assemble import open_built
+from jaxengine.engine.assemble import open_executor
 from jaxengine.executor.nodes import run_follower
 from jaxengine.executor.worker_messages import Channel, Reply, Start, StartFailed
 from jaxengine.lab.aot import aot
@@ -132,7 +132,7 @@ def _tell_flags(config: EngineConfig) -> None:
     raise ValueError(os.environ.get("XLA_FLAGS"))
 
 
-@pytest.mark.parametrize("start", [open_built, run_follower], ids=["engine", "node"])
+@pytest.mark.parametrize("start", [open_executor, run_follower], ids=["engine", "node"])
 def test_an_engine_and_a_node_set_their_meshs_flags(
     env: pytest.MonkeyPatch, start: Callable[[EngineConfig], Any]
 ) -> None:

@@ -62,8 +62,7 @@ class Lockstep:
     def _make_choose(
         self, ready: Callable[[ProgramKey], bool], start: Callable[[ProgramKey], None]
     ) -> Choose:
-        found = self._worker.description
-        return ShapeChooser(found.buckets, found.row_sizes, found.overlap, ready, start).choose
+        return ShapeChooser(self._worker.facts.step_shapes, ready, start).choose
 
     @property
     def running(self) -> bool:
@@ -181,7 +180,7 @@ class Lockstep:
     def stats(self) -> dict[str, float]:
         """Counters; of dual-batch overlap too, which the ranks choose together."""
         stats = {"dp_waves": float(self.num_waves), "dp_dummy_steps": float(self.num_dummies)}
-        if self._worker.description.overlap is not None:
+        if self._worker.facts.step_shapes.overlap is not None:
             stats |= self._overlapped.stats()
         return stats
 

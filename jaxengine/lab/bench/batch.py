@@ -33,7 +33,7 @@ class BatchRun:
 def random_prompts(core: EngineCore, count: int, length: int, seed: int) -> list[list[int]]:
     """Prompts of random tokens of the model's vocabulary."""
     rng = np.random.default_rng([seed, count, length])
-    vocab = core.built.spec.vocab_size
+    vocab = core.facts.spec.vocab_size
     return [rng.integers(0, vocab, length).tolist() for _ in range(count)]
 
 

@@ -69,7 +69,7 @@ def _decode(core: EngineCore, count: int, output_len: int, name: str) -> tuple[i
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     for i in range(count):
-        prompt = rng.integers(0, core.built.spec.vocab_size, 16).tolist()
+        prompt = rng.integers(0, core.facts.spec.vocab_size, 16).tolist()
         core.add_request(
             EngineRequest(
                 request_id=f"{name}-{i}", prompt_token_ids=prompt, params=params, arrival_time=0.0

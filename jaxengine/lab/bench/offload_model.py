@@ -39,7 +39,7 @@ def measure(model: str, rounds: int) -> dict[str, float]:
 
 def _measure(core: EngineCore, rounds: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
-    vocab = core.built.spec.vocab_size
+    vocab = core.facts.spec.vocab_size
 
     def prompt(length: int) -> list[int]:
         return [int(i) for i in rng.integers(100, vocab, length)]

@@ -119,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
 def _prompts(args: argparse.Namespace, core: EngineCore, count: int) -> list[list[int]]:
     if args.random:
         rng = np.random.default_rng(0)
-        vocab = core.built.spec.vocab_size
+        vocab = core.facts.spec.vocab_size
         return [rng.integers(3, vocab, 128).tolist() for _ in range(count)]
     from jaxengine.text.tokenizer import load_tokenizer
     from jaxengine.weights.resolve import resolve_model

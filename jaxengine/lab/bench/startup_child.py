@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     core = EngineCore(engine_config(settings))
     figures["ready_s"] = time.time() - began
     try:
-        figures |= _build_phases(core.built.info.get("seconds", ""))
+        figures |= _build_phases(core.facts.info.get("seconds", ""))
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         prompt = list(range(16))
         core.add_request(

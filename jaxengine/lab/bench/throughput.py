@@ -51,9 +51,9 @@ def main(argv: list[str]) -> int:
     )
     core = EngineCore(config)
     ready = time.perf_counter() - started
-    spec = core.built.spec
+    spec = core.facts.spec
     narrow = config.model.quantization is not None
-    weight_bytes = 1 if narrow else 2 if "bfloat16" in core.built.info["dtype"] else 4
+    weight_bytes = 1 if narrow else 2 if "bfloat16" in core.facts.info["dtype"] else 4
     rows: list[dict[str, Any]] = []
     prefill: dict[str, float] = {}
     try:
@@ -134,7 +134,7 @@ def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 def run(core: EngineCore, prompts: list[list[int]], output_lens: list[int]) -> dict[str, float]:
     """One batch from an empty engine; made-up tokens are wrapped to the model's vocabulary. Times
     in seconds, host time per step in milliseconds."""
-    vocab = core.built.spec.vocab_size
+    vocab = core.facts.spec.vocab_size
     done = run_batch(core, [[t % vocab for t in prompt] for prompt in prompts], output_lens)
     prompt_tokens, output_tokens = sum(map(len, prompts)), sum(map(len, done.ids))
     return {

@@ -40,12 +40,12 @@ class Calibration:
         Raises ValueError for engines whose steps are not of one device's plain kind."""
         parallel = core.config.parallel
         several = parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
-        if several or core.built.num_shards > 1 or core.built.sched_sizes.max_drafts:
+        if several or core.facts.num_shards > 1 or core.facts.sched_sizes.max_drafts:
             raise ValueError("calibration is for one device, without speculation")
         self.core = core
         self.samples: list[Sample] = []
         self._clock = clock or WallClock()
-        sched_sizes = core.built.sched_sizes
+        sched_sizes = core.facts.sched_sizes
         buckets = all_buckets(sched_sizes.max_num_seqs, sched_sizes.max_num_batched_tokens)
         self._pool = sched_sizes.num_blocks * sched_sizes.block_size
         self._longest = sched_sizes.max_model_len - DECODE_STEPS - SHORT - 2
@@ -100,12 +100,12 @@ class Calibration:
     def table(self, byte_s: float = 0.0) -> Table:
         """What the rounds so far give; `byte_s` of `copy_seconds_per_byte`. Raises ValueError
         before the first round."""
-        core, layout = self.core, self.core.built.kv_layout
-        sched_sizes = core.built.sched_sizes
+        core, layout = self.core, self.core.facts.kv_layout
+        sched_sizes = core.facts.sched_sizes
         sizes = asdict(sched_sizes)
         sizes["windows"] = [group["window"] for group in sizes.pop("groups")]
         return Table(
-            model=core.built.info["model"],
+            model=core.facts.info["model"],
             machine=f"{platform.machine()}, {os.cpu_count()} cores",
             engine=sizes,
             depth=core.pipeline.depth,
@@ -148,7 +148,7 @@ class Calibration:
                     raise RuntimeError(output.error)
 
     def _prompt(self, length: int) -> Prompt:
-        vocab = self.core.built.spec.vocab_size
+        vocab = self.core.facts.spec.vocab_size
         return [int(i) for i in self._rng.integers(min(100, vocab - 1), vocab, length)]
 
 
@@ -160,7 +160,7 @@ def _up_to(sizes: list[int], most: int | None) -> list[int]:
 
 def copy_seconds_per_byte(core: EngineCore, blocks: int = 16) -> float:
     """Of KV between the device and host memory, in the slower direction."""
-    rates = measure_device(core.built.kv_layout, blocks)
+    rates = measure_device(core.facts.kv_layout, blocks)
     return 1 / (min(rates.values()) * 2**20)
 
 
@@ -168,6 +168,6 @@ def _rows_per_turn(core: EngineCore) -> int:
     """Decode rows whose attention goes on to the longest one's end; 0 = all of the bucket."""
     import jax
 
-    if core.built.kv_layout.kind == "head_major":  # the kernels: every row its own length
+    if core.facts.kv_layout.kind == "head_major":  # the kernels: every row its own length
         return 1
     return StepLayout().rows_per_turn if jax.default_backend() == "cpu" else 0

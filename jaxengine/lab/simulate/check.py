@@ -114,7 +114,7 @@ def _cluster(table: Table) -> Cluster:
 
 def _real(core: EngineCore, case: Case, clock: Clock, seed: int) -> dict[str, Any]:
     core.scheduler.reset_prefix_cache()
-    last = core.built.spec.vocab_size - 1
+    last = core.facts.spec.vocab_size - 1
     return summarize(drive(core, case.requests, clock, seed, last))
 
 

@@ -146,4 +146,4 @@ def drive(
                 raise RuntimeError(output.error)
             records[int(output.request_id)].times.extend([end] * len(output.new_token_ids))
     first = min(r.arrival for r in requests)
-    return Outcome(records, [RankFigures()], end - first, core.built.sched_sizes.max_num_seqs)
+    return Outcome(records, [RankFigures()], end - first, core.facts.sched_sizes.max_num_seqs)

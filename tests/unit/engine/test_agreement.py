@@ -21,7 +21,7 @@ from jaxengine.engine.coupled.exchange import (
 from jaxengine.executor.coupling import Interrupted, exchange_address, free_port
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import Overlap, all_buckets
-from jaxengine.sched.shapes import ProgramKey, ShapeChooser
+from jaxengine.sched.shapes import ProgramKey, ShapeChooser, StepShapes
 from jaxengine.settings.coupling import Member
 
 BUCKETS = all_buckets(4, 64)  # decode 1, 2, 4; mixed 64
@@ -36,7 +36,7 @@ ALL: list[ProgramKey] = [
 def combiner(size: int = 2, overlap: Overlap | None = None) -> Combiner:
     return Combiner(
         size,
-        lambda ready, start: ShapeChooser(BUCKETS, ROWS, overlap, ready, start).choose,
+        lambda ready, start: ShapeChooser(StepShapes(BUCKETS, ROWS, overlap), ready, start).choose,
     )
 
 

@@ -3,7 +3,6 @@ nobody waits for ever, and all sleep in the end."""
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import random
 import threading
@@ -21,6 +20,7 @@ from jaxengine.executor.coupling import Interrupted, free_port
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.buckets import Overlap, all_buckets
+from jaxengine.sched.shapes import StepShapes
 from jaxengine.settings.coupling import member_config, member_of
 from jaxengine.wire.frames import WaveNotice
 
@@ -30,9 +30,7 @@ class FakeWorker:
 
     def __init__(self, overlap: Overlap | None) -> None:
         buckets = all_buckets(4, 64)
-        self.description = dataclasses.make_dataclass("Sizes", ["buckets", "row_sizes", "overlap"])(
-            buckets, (1, 2, 4), overlap
-        )
+        self.facts = SimpleNamespace(step_shapes=StepShapes(buckets, (1, 2, 4), overlap))
         self.ready_programs: frozenset[Any] = frozenset()
         self.warm = True
         self.death: Exception | None = None

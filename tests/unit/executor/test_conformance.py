@@ -92,7 +92,7 @@ def test_same_batches_same_results(worker: EngineCore) -> None:
         assert any(b.seeds for b in batches) and any(b.prompt_rows for b in batches)
 
         def mask(batch: Batch) -> Any:
-            words = -(-inline.built.spec.vocab_size // 32)
+            words = -(-inline.facts.spec.vocab_size // 32)
             return np.full((batch.sampler_rows, words), 0x0F0F0F0F, np.int32)
 
         masked = [Batch(**{**vars(b), "masked": i % 3 == 0}) for i, b in enumerate(batches)]
@@ -101,8 +101,8 @@ def test_same_batches_same_results(worker: EngineCore) -> None:
             assert_same(wanted, transcript(worker.executor, script, mask))
             assert_same(wanted, transcript(worker.executor, script, mask, depth=1))
         assert recorded(worker)[1] == ids
-        built = (inline.built.sched_sizes, inline.built.spec, inline.built.batch_shape)
-        assert built == (worker.built.sched_sizes, worker.built.spec, worker.built.batch_shape)
+        built = (inline.facts.sched_sizes, inline.facts.spec, inline.facts.batch_shape)
+        assert built == (worker.facts.sched_sizes, worker.facts.spec, worker.facts.batch_shape)
         for tokens, rows, decode_only in ((17, 1, False), (3, 1, False), (1, 1, True)):
             shape = inline.executor.choose(tokens, rows, decode_only, tokens)
             assert worker.executor.choose(tokens, rows, decode_only, tokens) == shape

@@ -16,7 +16,7 @@ import zmq
 from jaxengine.config import EngineConfig
 from jaxengine.executor import nodes
 from jaxengine.executor.coupling import free_port
-from jaxengine.executor.nodes import LeadingRunner, digest
+from jaxengine.executor.nodes import LeadingExecutor, digest
 
 
 class Leader(threading.Thread):
@@ -27,14 +27,14 @@ class Leader(threading.Thread):
         self.config = EngineConfig.of(nnodes=2, master_port=free_port() - 1)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.peers: list[zmq.Socket[bytes]] = []
-        self.runner: LeadingRunner | None = None
+        self.executor: LeadingExecutor | None = None
         self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
-        inner: Any = SimpleNamespace(close=lambda: None)
+        inner: Any = SimpleNamespace(shutdown=lambda: None)
         try:
-            self.runner = LeadingRunner(inner, self.config)
+            self.executor = LeadingExecutor(inner, self.config)
         except Exception as error:  # noqa: BLE001 - the test looks at it
             self.error = error
 
@@ -60,9 +60,9 @@ def leader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Leader]:
     one = Leader()
     yield one
     one.join(30)
-    if one.runner is not None:
+    if one.executor is not None:
         with contextlib.suppress(zmq.ZMQError):  # a node that left already
-            one.runner.close()
+            one.executor.shutdown()
     one.context.destroy(linger=0)
 
 
@@ -74,7 +74,7 @@ def test_strangers_do_not_end_the_start(leader: Leader, caplog: pytest.LogCaptur
         until(lambda: bool(caplog.records) or not leader.is_alive())
         leader.say(b"node 1", digest(leader.config))
         leader.join(25)
-    assert leader.error is None and leader.runner is not None
+    assert leader.error is None and leader.executor is not None
     assert len(caplog.records) == 1 and caplog.messages[0].isprintable()
     assert "ignored" in caplog.messages[0]
 
@@ -90,7 +90,7 @@ def test_what_is_too_long_is_not_read(leader: Leader) -> None:
     assert disconnected, "it was read"
     leader.say(b"node 1", digest(leader.config))
     leader.join(25)
-    assert leader.error is None and leader.runner is not None
+    assert leader.error is None and leader.executor is not None
 
 
 def test_a_silent_stranger_does_not_keep_a_name(leader: Leader) -> None:
@@ -101,7 +101,7 @@ def test_a_silent_stranger_does_not_keep_a_name(leader: Leader) -> None:
     squatter.disable_monitor()
     leader.say(b"node 1", digest(leader.config))
     leader.join(25)
-    assert leader.error is None and leader.runner is not None
+    assert leader.error is None and leader.executor is not None
 
 
 @pytest.mark.parametrize("parts", [(b"\x1b[31m",), (b"",), (b"\x1b[31m", b"more")], ids=str)

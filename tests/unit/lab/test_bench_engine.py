@@ -106,7 +106,7 @@ def test_batch() -> None:
     assert first.ids == again.ids and [len(ids) for ids in first.ids] == [4, 4]
     assert 0 < again.first <= again.seconds and again.decode_seconds < again.seconds
     assert again.steps >= 4 and 0 < again.decode_tokens <= 6
-    vocab = core.built.spec.vocab_size
+    vocab = core.facts.spec.vocab_size
     assert all(0 <= token < vocab for prompt in prompts for token in prompt)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from testdata import CONFIGS
 
 from jaxengine.config import EngineConfig, ParallelConfig
-from jaxengine.executor import build
+from jaxengine.executor import sizes
 from jaxengine.lab.simulate.gpus import gpu_of
 from jaxengine.lab.simulate.roofline import Roofline
 from jaxengine.models.families import spec_from_config
@@ -68,8 +68,8 @@ def published(name: str) -> DecoderSpec:
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """As on devices that have so much left for KV."""
-    monkeypatch.setattr(build.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(build, "kv_room", lambda *_: room)
+    monkeypatch.setattr(sizes.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(sizes, "kv_room", lambda *_: room)
 
 
 def blocks_of(spec: DecoderSpec, tensor: int, stages: int, **settings: Any) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def blocks_of(spec: DecoderSpec, tensor: int, stages: int, **settings: Any) -> t
     config = EngineConfig.of(
         tensor_parallel_size=tensor, pipeline_parallel_size=stages, max_num_seqs=4096, **settings
     )
-    num_blocks = build.plan_sizes(config, spec, jnp.bfloat16, 64, layout).num_blocks
+    num_blocks = sizes.plan_sizes(config, spec, jnp.bfloat16, 64, layout).num_blocks
     pool = state_shapes(
         spec, BatchShape(1, 8, 64, num_blocks), SlotShape(1, 8, 8), jnp.bfloat16, layout
     ).kv

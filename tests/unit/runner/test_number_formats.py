@@ -10,9 +10,10 @@ from testdata import GOLDENS
 
 from jaxengine.config import EngineConfig
 from jaxengine.executor.build import build
+from jaxengine.executor.facts import Facts
 
 
-def built(model: str, **settings: Any) -> Any:
+def built(model: str, **settings: Any) -> tuple[Any, Facts]:
     """An engine whose programs are never compiled."""
     config = EngineConfig.of(
         model=str(GOLDENS / model),
@@ -28,14 +29,14 @@ def built(model: str, **settings: Any) -> Any:
 def test_fp8_holds_twice_the_tokens() -> None:
     sizes = {}
     for name in ("auto", "fp8"):
-        engine = built("llama-gqa-tied-bias", kv_cache_dtype=name, dtype="bfloat16")
-        sizes[name] = engine.sched_sizes.num_blocks
-        cache = engine.runner._state.kv[0][0]
+        runner, facts = built("llama-gqa-tied-bias", kv_cache_dtype=name, dtype="bfloat16")
+        sizes[name] = facts.sched_sizes.num_blocks
+        cache = runner._state.kv[0][0]
         wanted = jnp.bfloat16 if name == "auto" else jnp.float8_e4m3fn
-        assert cache.dtype == wanted and engine.info["KV dtype"] == jnp.dtype(wanted).name
-        assert engine.kv_layout.dtype == jnp.dtype(wanted).name  # tiers keep them apart
-        assert engine.runner.params["embed"].dtype == jnp.bfloat16
-        engine.executor.shutdown()
+        assert cache.dtype == wanted and facts.info["KV dtype"] == jnp.dtype(wanted).name
+        assert facts.kv_layout.dtype == jnp.dtype(wanted).name  # tiers keep them apart
+        assert runner.params["embed"].dtype == jnp.bfloat16
+        runner.shutdown()
     assert sizes["fp8"] == 2 * sizes["auto"] > 0
 
 
@@ -45,8 +46,8 @@ def test_fp8_is_refused_for_latent_attention() -> None:
 
 
 def test_int8_of_a_model_whose_head_is_its_embedding() -> None:
-    engine = built("llama-gqa-tied-bias", quantization="int8")
-    values, scale = engine.runner.params["head"]
+    runner, _ = built("llama-gqa-tied-bias", quantization="int8")
+    values, scale = runner.params["head"]
     assert values.dtype == jnp.int8 and scale.shape == values.shape[:1]
-    assert values.shape == engine.runner.params["embed"].shape
-    engine.executor.shutdown()
+    assert values.shape == runner.params["embed"].shape
+    runner.shutdown()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jaxengine.runner.programs import Key
 from jaxengine.runner.warmup import warmup_keys
 from jaxengine.sched.buckets import all_buckets, choose, row_buckets
+from jaxengine.sched.shapes import StepShapes
 
 SIZES = [(1, 1), (1, 17), (3, 63), (5, 40), (8, 64), (64, 1024), (6, 1000), (8, 8), (300, 317)]
 
@@ -43,7 +44,7 @@ def test_no_bucket_for_more_than_the_limits(seqs: int, more: int) -> None:
 @pytest.mark.parametrize(("seqs", "tokens"), SIZES)
 def test_warm_up_holds_every_program_once(seqs: int, tokens: int) -> None:
     buckets, sizes = all_buckets(seqs, tokens), row_buckets(seqs)
-    keys = warmup_keys(buckets, sizes)
+    keys = warmup_keys(StepShapes(buckets, sizes))
     assert len(set(keys)) == len(keys)
     assert {key.size for key in keys if key.kind == "forward"} == set(buckets)
     assert {key.size for key in keys if key.kind == "sample"} == set(sizes)
