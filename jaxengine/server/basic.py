@@ -13,9 +13,9 @@ import jaxengine
 from jaxengine.front.async_llm import UnavailableError, off_loop
 from jaxengine.metrics.prometheus import CONTENT_TYPE, with_vllm_names
 from jaxengine.server import page
+from jaxengine.server.answer.render import render
 from jaxengine.server.answer.tools import check_tools
 from jaxengine.server.errors import RETRY_AFTER, ApiError
-from jaxengine.server.openai.chat import render
 from jaxengine.server.openai.protocol import DetokenizeBody, TokenizeBody
 from jaxengine.server.openapi import Responses, answers
 from jaxengine.server.state import LONGEST, check_length, check_model, engine_of, state_of

@@ -11,7 +11,7 @@ from fastapi import Request
 
 from jaxengine.front.async_llm import AsyncLLM, Placement, RequestStream
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.answer.constraints import field_of, named_as_given
+from jaxengine.server.answer.constraints import named_as_given
 from jaxengine.server.errors import ApiError, ClientGone
 from jaxengine.server.openai.protocol import SamplingBody
 from jaxengine.text.outputs import RequestOutput
@@ -112,8 +112,10 @@ async def admit(
     request_id: str,
     body: SamplingBody,
     placement: Placement,
+    field: str = "",
 ) -> list[RequestStream]:
-    """A stream for each prompt; all or none: what was admitted is closed when one is refused."""
+    """A stream for each prompt; all or none: what was admitted is closed when one is refused.
+    `field` as in `raise_if_failed`."""
     streams: list[RequestStream] = []
     try:
         for i, prompt in enumerate(prompts):
@@ -134,6 +136,6 @@ async def admit(
     except BaseException as error:
         close_all(streams)()
         if isinstance(error, RequestError) and params.structured_outputs is not None:
-            raise named_as_given(error, field_of(body)) from None
+            raise named_as_given(error, field) from None
         raise
     return streams

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from jaxengine.front.async_llm import AsyncLLM
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answer.answers import Style, is_harmony, make_parser, markers
-from jaxengine.server.answer.constraints import field_of
+from jaxengine.server.answer.constraints import Asked
 from jaxengine.server.answer.tool_grammar import after_reasoning, enforced_calls, free_calls
 from jaxengine.server.answer.tools import ToolChoice
 from jaxengine.server.errors import ApiError
@@ -30,17 +30,22 @@ class AnswerPlan:
 
 
 def plan_answer(
-    body: ChatBody, params: SamplingParams, tools: ToolChoice, prompt: str, engine: AsyncLLM
+    body: ChatBody,
+    params: SamplingParams,
+    asked: Asked,
+    tools: ToolChoice,
+    prompt: str,
+    engine: AsyncLLM,
 ) -> AnswerPlan:
     """A constraint holds for what follows the reasoning. A model with channels (gpt-oss) has no
     reasoning then: its answer begins in the final channel. Raises ApiError 400."""
     config, tokenizer = engine.config.server, engine.tokenizer
     assert tokenizer is not None  # the prompt was rendered
-    constraint = params.structured_outputs
+    constraint = asked.constraint
     ours = False
     # response_format is for the answer, beside which calls may stand; what is given as
     # structured_outputs is for whatever the model writes
-    alone = constraint is not None and not field_of(body).startswith("response_format")
+    alone = constraint is not None and not asked.field.startswith("response_format")
     if tools.enforced:
         constraint = enforced_calls(tools)
     elif not alone and tools.mode == "auto" and (constraint is not None or tools.strict):

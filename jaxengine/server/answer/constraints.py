@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -42,7 +42,15 @@ class Body(Protocol):
     guided_grammar: Any
 
 
-def constraint_of(body: Body) -> Constraint:
+class Asked(NamedTuple):
+    """A constraint as a request gave it: None without one, else with the field that it came in by,
+    such as "guided_json" or "response_format.json_schema.schema"."""
+
+    constraint: Constraint = None
+    field: str = ""
+
+
+def constraint_of(body: Body) -> Asked:
     """The constraint, checked: a schema of some size takes a while. ApiError 400 for one that is
     malformed, or for two of them."""
     found: list[tuple[Constraint, str]] = []
@@ -56,23 +64,11 @@ def constraint_of(body: Body) -> Constraint:
         value = getattr(body, name)
         if value is not None:
             found.append((_checked(kind, value, name), name))
-    given = [(constraint, name) for constraint, name in found if constraint is not None]
+    given = [Asked(constraint, name) for constraint, name in found if constraint is not None]
     if len(given) > 1:
         names = [name.split(".")[0] for _, name in given]
         raise ApiError(400, f"{names[0]} and {names[1]} exclude each other", param=names[1])
-    return given[0][0] if given else None
-
-
-def field_of(body: Body) -> str:
-    """The field that a constraint came in by, of a body whose constraint was taken; "" for none."""
-    if body.structured_outputs is not None:
-        return "structured_outputs"
-    for name in _GUIDED:
-        if getattr(body, name) is not None:
-            return name
-    asked = body.response_format
-    free = asked is None or (isinstance(asked, Mapping) and asked.get("type") == "text")
-    return "" if free else _response_field(body)
+    return given[0] if given else Asked()
 
 
 def named_as_given(error: RequestError, field: str) -> RequestError:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from jaxengine.front.async_llm import AsyncLLM, Placement, RequestStream, off_loop
-from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.answer.answer_plan import plan_answer
-from jaxengine.server.answer.answers import Answer, Style, reads_answers
-from jaxengine.server.answer.constraints import field_of
-from jaxengine.server.answer.render import EFFORTS, render
-from jaxengine.server.answer.tools import ToolChoice, tool_choice
-from jaxengine.server.errors import ApiError
+from jaxengine.front.async_llm import AsyncLLM, Placement, RequestStream
+from jaxengine.server.answer.answers import Answer
 from jaxengine.server.openai import legacy_functions
 from jaxengine.server.openai.bodies import (
     ChatChoice,
@@ -33,40 +24,17 @@ from jaxengine.server.openai.bodies import (
     encode,
     usage_body,
 )
+from jaxengine.server.openai.chat_call import ChatCall, as_written, chat_call
 from jaxengine.server.openai.logprobs import chat_logprobs, prompt_logprobs_body
-from jaxengine.server.openai.protocol import (
-    ChatBody,
-    check_fields,
-    logprobs_count,
-    sampling_params,
-    with_usage,
-)
+from jaxengine.server.openai.protocol import ChatBody, logprobs_count
 from jaxengine.server.openapi import reference, streamed
 from jaxengine.server.sse import DONE, event, sse_response
-from jaxengine.server.state import body_size, check_model, engine_of, placement_of, request_id_of
+from jaxengine.server.state import engine_of, placement_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
 from jaxengine.text.outputs import CompletionOutput, usage
-from jaxengine.validation import TOO_LONG, RequestError
-
-__all__ = ["ChatStream", "open_chat", "render", "router", "run_chat"]
+from jaxengine.validation import RequestError
 
 router = APIRouter()
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call, after its fields were checked."""
-
-    body: ChatBody
-    params: SamplingParams
-    echo: str  # text that goes out before the answer
-    tools: ToolChoice
-    id: str
-    model: str
-    created: int = field(default_factory=lambda: int(time.time()))
-    usage: tuple[bool, bool] = (False, False)  # of a stream: at its end, in each chunk
-    legacy: bool = False  # asked with `functions`
-    style: Style | None = None  # how the answer's text is taken apart; None: it is all content
 
 
 @dataclass(frozen=True)
@@ -104,7 +72,7 @@ async def run_chat(body: ChatBody, request: Request, prefix: str = "chatcmpl-") 
         body = body.model_copy(update={"stream": False, "stream_options": None})
     call, streams = await _start(body, request, prefix)
     try:
-        (final,) = await unless_hangup(request, final_outputs(streams, field_of(body) or "tools"))
+        (final,) = await unless_hangup(request, final_outputs(streams, call.constraint_name))
     finally:
         close_all(streams)()
     whole = ChatCompletion(
@@ -138,96 +106,31 @@ async def open_chat(body: ChatBody, request: Request, prefix: str = "chatcmpl-")
 
 async def _start(
     body: ChatBody, request: Request, prefix: str
-) -> tuple[_Call, list[RequestStream]]:
+) -> tuple[ChatCall, list[RequestStream]]:
     engine = engine_of(request)
-    legacy = legacy_functions.uses_functions(body)
-    with legacy_functions.in_terms_of_functions(legacy):
-        call = await off_loop(body_size(request), lambda: _check(body, engine, request, prefix))
-        placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
-        return await unless_hangup(request, _admit(replace(call, legacy=legacy), engine, placement))
+    placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
+    with legacy_functions.in_terms_of_functions(legacy_functions.uses_functions(body)):
+        return await unless_hangup(request, _admitted(body, engine, request, prefix, placement))
 
 
-async def _events(call: _Call, stream: RequestStream) -> AsyncGenerator[bytes]:
+async def _admitted(
+    body: ChatBody, engine: AsyncLLM, request: Request, prefix: str, placement: Placement
+) -> tuple[ChatCall, list[RequestStream]]:
+    call = await chat_call(body, engine, request, prefix)
+    prompts, field = [call.engine_prompt()], call.asked.field
+    try:
+        streams = await admit(engine, prompts, call.params, call.id, call.body, placement, field)
+    except RequestError as error:
+        raise as_written(error, call.body, call.asked) from None
+    return call, streams
+
+
+async def _events(call: ChatCall, stream: RequestStream) -> AsyncGenerator[bytes]:
     async for chunks, done in _chunks(call, stream):
         events = [event(encode(chunk)) for chunk in chunks]
         if done:
             events.append(DONE)  # with the last chunk: one write
         yield b"".join(events)
-
-
-def _check(body: ChatBody, engine: AsyncLLM, request: Request, prefix: str) -> _Call:
-    model = check_model(request, body.model)
-    check_fields(body)
-    if legacy_functions.uses_functions(body):
-        body = legacy_functions.with_tools(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
-    if max_tokens is None:
-        max_tokens, name = body.max_tokens, "max_tokens"
-    if max_tokens is not None and not max_tokens >= 1:
-        raise ApiError(400, f"{name} must be at least 1, got {max_tokens}", param=name)
-    more: dict[str, Any] = {"max_tokens": max_tokens}
-    if body.logprobs:
-        more["logprobs"] = 0 if body.top_logprobs is None else body.top_logprobs
-    try:
-        params = sampling_params(body, engine.default_params, **more)
-    except RequestError as error:
-        raise _as_written(error, body) from None
-    if body.reasoning_effort is not None and body.reasoning_effort not in EFFORTS:
-        raise ApiError(
-            400,
-            f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {body.reasoning_effort!r}",
-            param="reasoning_effort",
-        )
-    tools = tool_choice(body, engine.config.server)
-    if tools.enforced and params.structured_outputs is not None:
-        field = field_of(body).split(".")[0]
-        raise ApiError(
-            400, f"{field} and an enforced tool_choice exclude each other", param="tool_choice"
-        )
-    echo = ""
-    if body.echo and body.messages and body.messages[-1].get("role") == "assistant":
-        content = body.messages[-1].get("content")
-        echo = content if isinstance(content, str) else ""
-    name = f"{prefix}{request_id_of(request, body.request_id)}"
-    told = with_usage(body.stream_options, engine.config.server)
-    return _Call(body, params, echo, tools, name, model, usage=told)
-
-
-async def _admit(
-    call: _Call, engine: AsyncLLM, placement: Placement
-) -> tuple[_Call, list[RequestStream]]:
-    body = call.body
-    text = await render(body, engine, call.tools.shown)
-    thinking, gate = None, None
-    if reads_answers(engine.config.server, call.tools):
-        plan = await off_loop(
-            500 * len(call.tools.tools),
-            lambda: plan_answer(body, call.params, call.tools, text, engine),
-        )
-        call = replace(call, params=plan.params, style=plan.style)
-        text, thinking, gate = plan.prompt, plan.thinking, plan.gate
-    special = bool(body.add_special_tokens)
-    prompt = {"prompt": text, "add_special_tokens": special, "thinking": thinking, "gate": gate}
-    try:
-        return call, await admit(engine, [prompt], call.params, call.id, body, placement)
-    except RequestError as error:
-        raise _as_written(error, body) from None
-
-
-def _as_written(error: RequestError, body: ChatBody) -> RequestError:
-    """In the names that the client wrote: messages, top_logprobs."""
-    if error.code == TOO_LONG:
-        return RequestError("messages", error.message, TOO_LONG)
-    names = {"prompt": "messages", "logprobs": "top_logprobs"}
-    if error.field == "structured_outputs" and not field_of(body):
-        text = re.sub(r"structured_outputs(\.\w+)?", "the schema of tools", error.message)
-        return RequestError("tools", text)
-    if error.field == "max_tokens" and body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    name, text = names.get(error.field, error.field), error.message
-    return RequestError(name, text if name in text else f"{name}: {text}")
 
 
 def _one_call_each(choice: ChatChunkChoice) -> list[ChatChunkChoice]:
@@ -246,7 +149,7 @@ def _one_call_each(choice: ChatChunkChoice) -> list[ChatChunkChoice]:
     return made
 
 
-def _logprobs(call: _Call, output: CompletionOutput) -> ChatLogprobs | None:
+def _logprobs(call: ChatCall, output: CompletionOutput) -> ChatLogprobs | None:
     if output.logprobs is None:
         return None
     count = logprobs_count(call.body.top_logprobs or 0)
@@ -254,7 +157,7 @@ def _logprobs(call: _Call, output: CompletionOutput) -> ChatLogprobs | None:
     return chat_logprobs(output.logprobs, output.token_ids, count, as_ids)
 
 
-def _choice(call: _Call, output: CompletionOutput) -> ChatChoice:
+def _choice(call: ChatCall, output: CompletionOutput) -> ChatChoice:
     reason = output.finish_reason
     if call.style is None:
         message = Message("assistant", call.echo + output.text, None)
@@ -276,7 +179,7 @@ def _choice(call: _Call, output: CompletionOutput) -> ChatChoice:
 
 
 async def _chunks(
-    call: _Call, stream: RequestStream
+    call: ChatCall, stream: RequestStream
 ) -> AsyncGenerator[tuple[list[ChatChunk], bool]]:
     """For each choice: a chunk with the role, its deltas, the last of them with finish_reason.
     And whether these were the last."""
@@ -288,7 +191,7 @@ async def _chunks(
     def chunk(*choices: ChatChunkChoice) -> ChatChunk:
         return ChatChunk(call.id, call.created, call.model, list(choices), usage=usage_now)
 
-    async for [(_, output)], done in merged([stream], field_of(body) or "tools"):
+    async for [(_, output)], done in merged([stream], call.constraint_name):
         chunks = []
         if continuous:
             usage_now = usage_body(usage([output]))

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from jaxengine.front.async_llm import AsyncLLM, RequestStream, off_loop
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.answer.constraints import field_of
+from jaxengine.server.answer.constraints import constraint_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.openai.bodies import (
     Completion,
@@ -50,6 +50,7 @@ class _Call:
     body: CompletionBody
     prompts: list[Prompt]
     params: SamplingParams
+    constraint_field: str
     score_only: bool  # echo with max_tokens 0: the prompt's log-probabilities and no new text
     num_logprobs: int | None
     id: str
@@ -68,12 +69,13 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     call = await off_loop(body_size(request), lambda: _check(body, engine, request))
     placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
     streams = await unless_hangup(
-        request, admit(engine, call.prompts, call.params, call.id, body, placement)
+        request,
+        admit(engine, call.prompts, call.params, call.id, body, placement, call.constraint_field),
     )
     if body.stream:
         return await sse_response(request, _chunks(call, streams, engine), close_all(streams))
     try:
-        finals = await unless_hangup(request, final_outputs(streams, field_of(body)))
+        finals = await unless_hangup(request, final_outputs(streams, call.constraint_field))
     finally:
         close_all(streams)()
     choices = []
@@ -107,10 +109,11 @@ def _check(body: CompletionBody, engine: AsyncLLM, request: Request) -> _Call:
     more = {"max_tokens": 1 if score_only else max_tokens, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
-    params = sampling_params(body, defaults, **more)
+    asked = constraint_of(body)
+    params = sampling_params(body, defaults, asked, **more)
     count = None if body.logprobs is None else logprobs_count(body.logprobs)
     name = f"cmpl-{request_id_of(request, body.request_id)}"
-    return _Call(body, prompts, params, score_only, count, name, model)
+    return _Call(body, prompts, params, asked.field, score_only, count, name, model)
 
 
 def split_prompts(prompt: object) -> list[Prompt]:
@@ -223,7 +226,7 @@ async def _chunks(
     chunk = Completion(call.id, call.created, call.model, [])
     if ends and not continuous:
         chunk.usage = None
-    async for news, done in merged(streams, field_of(call.body)):
+    async for news, done in merged(streams, call.constraint_field):
         events = []
         for at, output in news:
             latest[at] = output

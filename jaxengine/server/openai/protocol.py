@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from jaxengine.config import ServerConfig
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.answer.constraints import constraint_of
+from jaxengine.server.answer.constraints import Asked
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import COMPLETION, check_extra
 
@@ -165,13 +165,14 @@ def with_usage(options: StreamOptions | None, config: ServerConfig) -> tuple[boo
     return asked, asked and bool(options and options.continuous_usage_stats)
 
 
-def sampling_params(body: SamplingBody, defaults: SamplingParams, **more: Any) -> SamplingParams:
-    """The body's values over `defaults` (the model's), with `more` on top. Not yet validated, but
-    for the constraint (ApiError 400)."""
+def sampling_params(
+    body: SamplingBody, defaults: SamplingParams, asked: Asked, **more: Any
+) -> SamplingParams:
+    """The body's values over `defaults` (the model's), with `more` on top. Not yet validated."""
     given = {name: getattr(body, name) for name in _SAMPLING}
     chosen = {name: getattr(defaults, name) for name in SamplingParams.__struct_fields__}
     chosen |= {name: value for name, value in given.items() if value is not None}
-    chosen["structured_outputs"] = constraint_of(body)
+    chosen["structured_outputs"] = asked.constraint
     return SamplingParams(**(chosen | more))
 
 
