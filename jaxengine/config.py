@@ -313,8 +313,16 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All of it. `EngineConfig.of(model="x", block_size=32)` spreads flat keywords. None means the
-    default of a setting; a value that cannot be used raises ValueError naming it."""
+    """All settings of an engine and its server. None means the default of a setting; a value that
+    cannot be used raises ValueError naming it. `of` spreads flat keywords over the parts:
+
+    >>> config = EngineConfig.of(model="demo", max_model_len=2048, enable_prefix_caching=False)
+    >>> config.model.max_model_len, config.cache.enable_prefix_caching
+    (2048, False)
+    >>> EngineConfig.of(max_model_length=2048)
+    Traceback (most recent call last):
+    TypeError: unknown setting 'max_model_length'
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -47,6 +47,12 @@ class ThinkingBudget(msgspec.Struct, array_like=True, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one request. Frozen; build variants with `msgspec.structs.replace`.
 
+    >>> creative = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=200, stop="\\n\\n", seed=7)
+    >>> exact = SamplingParams(temperature=0, logprobs=3)  # the most likely token at every step
+    >>> SamplingParams(temperature=-1)
+    Traceback (most recent call last):
+    jaxengine.validation.RequestError: temperature must be between 0 and 2, got -1
+
     `temperature` 0 (or below 1e-5) is greedy. `top_k` 0 or -1 is off. `max_tokens` None means
     up to the context limit. `thinking_token_budget` N ends the model's thoughts after N tokens; it
     needs a reasoning parser. `logprobs` N returns the N best and the sampled token.

@@ -221,6 +221,15 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; see `add`. Leaving the loop early aborts it.
 
+        >>> async def main() -> str:
+        ...     engine = await AsyncLLM.start(EngineConfig.of(model="demo"))
+        ...     text, params = "", SamplingParams(max_tokens=5)
+        ...     async for output in engine.generate("The sky is", params, kind="delta"):
+        ...         text += output.outputs[0].text
+        ...     await engine.shutdown()
+        ...     return text
+        >>> text = asyncio.run(main())
+
         `kind`: "cumulative" repeats all text so far, "delta" brings only what is new, "final"
         one output at the end.
         """

@@ -131,6 +131,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete the prompts; outputs in their order.
 
+        >>> llm = LLM("demo")
+        >>> greedy = SamplingParams(temperature=0, max_tokens=5)
+        >>> sky, water = llm.generate(["The sky is", "Water is"], greedy)
+        >>> text, reason = sky.outputs[0].text, sky.outputs[0].finish_reason
+
         `prompts`: a text, token ids, {"prompt_token_ids": ids} or a list of these.
         `sampling_params`: one for all, or one for each; None takes the model's generation
         defaults (generation_config.json; the built-in ones with generation_config="engine").
@@ -177,7 +182,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them. `chat_template`: text or file that replaces
         the model's. The rendered text is encoded without adding special tokens: templates write
-        their own."""
+        their own.
+
+        >>> llm = LLM("demo")
+        >>> asked = [{"role": "user", "content": "What is the capital of France?"}]
+        >>> [answer] = llm.chat(asked, SamplingParams(temperature=0, max_tokens=20))
+        >>> asked += [{"role": "assistant", "content": answer.outputs[0].text}]
+        """
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
         if continue_final_message and add_generation_prompt:
