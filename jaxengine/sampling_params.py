@@ -47,7 +47,7 @@ class ThinkingBudget(msgspec.Struct, array_like=True, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one request. Frozen; build variants with `msgspec.structs.replace`.
 
-    >>> creative = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=200, stop="\\n\\n", seed=7)
+    >>> lively = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=200, stop="\\n\\n", seed=7)
     >>> exact = SamplingParams(temperature=0, logprobs=3)  # the most likely token at every step
     >>> SamplingParams(temperature=-1)
     Traceback (most recent call last):

@@ -91,7 +91,14 @@ class KVCache:
 
     def find_prefix(self, request: Request) -> PrefixHit:
         """Longest cached prefix, in whole blocks; the last token is never part of it, because its
-        logits are needed. Changes nothing."""
+        logits are needed. Changes nothing.
+
+        With blocks of 4 tokens, a prompt of 13 has 3 whole blocks, a prompt of 12 may hit 2 of
+        its 3. Say blocks 0 and 1 are cached, 2 is not. Full attention accepts 2. A group with a
+        window of 5 tokens reads 4 before the next one: it needs the last block only, and accepts
+        2 as well, even if its block 0 was freed. The hit is 2 blocks, 8 tokens:
+        [b0, b1] of the one group, [null, b1] of the other.
+        """
         if not self.config.enable_prefix_caching or request.skip_reading_prefix_cache:
             return PrefixHit(0, [[] for _ in self.windows])
         hashes = self.hash_blocks(request)

@@ -85,7 +85,18 @@ class Settled(NamedTuple):
 def settle(
     table: SlotTable, plan: StepPlan, result: StepResult, slots: Index, live: Bool
 ) -> Settled:
-    """Replace the promises of the live rows by what came: counters, tokens, stops."""
+    """Replace the promises of the live rows by what came: counters, tokens, stops.
+
+    A row knows 5 tokens, of which the newest is not fed yet. Its step feeds that one and 2 drafts;
+    the device keeps one draft and samples a token behind it, `ids` [8, 9, -1], `count` 2:
+
+                      num_tokens  num_computed  placeholders  pending  in_flight
+        before                 5             4             0        0          0
+        after `book`           5             7             3        1          3
+        after `settle`         7             6             0        0          0
+
+    The refused draft's place is computed again: 7 known, 6 computed, one to feed.
+    """
     table.in_flight[slots[live]] -= plan.num_new[live]
     rows = np.flatnonzero(live & plan.samples)
     s = slots[rows]

@@ -27,6 +27,11 @@ def continuation(
 
     `tokens`: given out already, fewer than max_tokens. `scored`: so were the prompt's
     log-probabilities.
+
+    A request with prompt [1, 2, 3] and max_tokens 10 has given out [7, 8] when its rank fails. It
+    goes on as a request with prompt [1, 2, 3, 7, 8] and max_tokens 8, of which nothing is dropped.
+    With a presence penalty, which counts output tokens only, it is sent again as it was, and its
+    first 2 tokens are dropped.
     """
     params = request.params
     if scored and params.prompt_logprobs is not None:
