@@ -19,12 +19,12 @@ from jaxengine.sched.updates import UpdateBatch
 
 
 class NoEvents:
-    """Without KV events. See `engine.kv_events.KVEventPublisher`."""
+    """No KV events. See `engine.kv_events.KVEventPublisher`."""
 
     records = False
 
     def publish(self, events: list[KVEvent]) -> None:
-        """To nobody."""
+        """Nobody listens."""
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -34,7 +34,7 @@ class NoEvents:
 
 
 class NoDrafts:
-    """Without speculation. See `speculate.driver.Speculator`."""
+    """No speculation. See `speculate.driver.Speculator`."""
 
     def choose(
         self, scheduler: Scheduler, in_flight: Sequence[Bucket], depth: int
@@ -59,7 +59,7 @@ class NoDrafts:
 
 
 class Alone:
-    """Without ranks that share experts: each step is the engine's own. See
+    """No ranks that share experts: each step is the engine's own. See
     `engine.coupled.lockstep.Lockstep`."""
 
     running = False
@@ -71,7 +71,7 @@ class Alone:
         return True
 
     def shape(self, plans: Sequence[StepPlan | None], work: bool) -> tuple[Bucket, int] | None:
-        """Of the step with these plans; None when there is none."""
+        """Forward bucket and sampler rows of a step with these plans; None when there is none."""
         if all(plan is None for plan in plans):
             return None
         return self._executor.choose(*step_sizes(plans))
@@ -97,7 +97,7 @@ class Alone:
 
 
 class InProcess:
-    """Without a worker process: the device lives and dies with the engine. See
+    """No worker process: the device lives and dies with the engine. See
     `executor.worker.WorkerExecutor`."""
 
     alive = True

@@ -1,5 +1,5 @@
-"""What an engine core is put together from, by its settings. What it does without is there in a
-do-nothing form (`engine.absent`)."""
+"""The parts of an engine core, made from its settings. An optional part that is switched off is
+there in its do-nothing form (`engine.absent`)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def open_executor(config: EngineConfig) -> tuple[Executor, Facts]:
 
 
 def work_model_of(config: EngineConfig, facts: Facts) -> WorkModel | None:
-    """For the estimates of `enable_mfu_metrics`; None without it."""
+    """The model behind the estimates of `enable_mfu_metrics`; None without that setting."""
     if not config.server.enable_mfu_metrics:
         return None
     number = 4.0 if config.model.dtype == "float32" else 2.0

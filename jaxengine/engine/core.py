@@ -90,7 +90,7 @@ class EngineCore:
 
     @property
     def lockstep(self) -> Lockstep | None:
-        """With the ranks that share its experts; None for an engine that steps alone."""
+        """The lockstep with ranks that share its experts; None for an engine that steps alone."""
         peers = self._parts.peers
         return None if isinstance(peers, Alone) else peers
 
@@ -138,7 +138,7 @@ class EngineCore:
 
     def abort_early(self, request_ids: list[str], report: Callable[[EngineStats], None]) -> None:
         """`abort_requests` from another thread, while a step runs: their slots and blocks are free
-        for the next plan. Steps in flight may still write there, but before whoever comes next
+        for the next plan. Steps in flight may still write there, but before their next owner
         (the device works in order). `report` gets the stats then.
 
         Does nothing where the loop holds the lock for long; so tell the loop as well.
@@ -215,7 +215,7 @@ class EngineCore:
             return calls[method](*args)
 
     def kv_blocks(self) -> dict[str, int]:
-        """How many KV blocks there are, are used by requests, and are free but can be hit."""
+        """Numbers of KV blocks: in all, used by requests, and free but still cached."""
         pools = [block_states(shard.state.kv.pool) for shard in self.scheduler.shards]
         counts = sum(np.bincount(states, minlength=SHARED + 1) for states in pools)
         _, cached, owned, shared = np.asarray(counts).tolist()
@@ -281,7 +281,7 @@ class EngineCore:
 
     @property
     def epoch(self) -> int:
-        """How often the worker process was replaced."""
+        """Number of times that the worker process was replaced."""
         return self._parts.process.epoch
 
     def watch_worker(self, on_end: Callable[[], None]) -> None:
@@ -304,12 +304,12 @@ class EngineCore:
                 self.scheduler.check_integrity()
                 self.pipeline.publish_events()
             except Exception:  # noqa: BLE001 - the fault may have been in the scheduler itself
-                log.exception("the fault broke the scheduler's state, which is begun anew")
+                log.exception("the fault broke the scheduler's state; it starts from an empty one")
                 self._begin()
                 self._parts.events.publish([AllBlocksCleared()])
 
     def recover(self, respawn: bool) -> None:
-        """After `on_fault`: an empty device state; with `respawn`, in a new worker process.
+        """Give the device an empty state after `on_fault`; with `respawn`, in a new worker process.
 
         Raises what the executor raises; may be called again then.
         """

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def crash_file() -> Path:
-    """Beside the compilation cache's default folder."""
+    """The note's place, next to the compilation cache's default folder."""
     folder = platform.cache_dir(None)
     assert folder is not None  # only a setting switches it off
     return folder.parent / "last-crash.txt"

@@ -13,7 +13,8 @@ Part = tuple[Int32, NDArray[np.float32], Int32]  # ids [n, 1+K], log-probabiliti
 
 
 def logprobs_of(result: StepResult, row: int, count: int, wanted: int) -> list[TokenLogprobs]:
-    """Of the row's first `count` tokens, with the `wanted` best."""
+    """Log-probabilities of the row's first `count` tokens, each with its `wanted` most likely
+    alternatives."""
     assert result.logprob_ids is not None and result.logprobs is not None
     assert result.ranks is not None
     ids, values, ranks = result.logprob_ids[row], result.logprobs[row], result.ranks[row]

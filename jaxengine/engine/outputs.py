@@ -1,4 +1,4 @@
-"""From requests of the wire to the scheduler's, and from a step's results to outputs."""
+"""Requests of the wire turned into the scheduler's, and results of steps into outputs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refusal(request_id: str, reason: str) -> EngineOutput:
 
 
 class Collected:
-    """What requests get of their prompts, chunk by chunk until it is whole."""
+    """Results about prompts, collected chunk by chunk until a prompt is whole."""
 
     def __init__(self) -> None:
         self._prompt_logprobs, self._pooled = PromptLogprobs(), Pooled()
@@ -78,7 +78,7 @@ class Collected:
         self._pooled.drop(request_id)
 
     def output(self, update: RequestUpdate, result: StepResult) -> EngineOutput:
-        """What a request gets of a step."""
+        """The output of a request after a step."""
         request = update.request
         wire: EngineRequest = request.params.wire
         logprobs = None

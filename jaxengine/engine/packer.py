@@ -1,4 +1,4 @@
-"""From plan to batch: sampling records and slot records by slot, then one blob. No JAX."""
+"""Packs a plan into a batch: sampling records and slot records by slot, then one blob. No JAX."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ def pack_step(
 
 
 def step_sizes(plans: Sequence[StepPlan | None]) -> tuple[int, int, bool, int]:
-    """What the shape of a step depends on, a plan or None from every shard: most tokens and rows
-    of a shard, does the decode program do, fewest tokens of a shard."""
+    """The sizes that decide a step's shape, given a plan or None from every shard: most tokens and
+    most rows of a shard, whether the decode program will do, fewest tokens of a shard."""
     live = [plan for plan in plans if plan is not None]
     return (
         max((plan.num_tokens for plan in live), default=0),

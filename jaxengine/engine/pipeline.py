@@ -59,7 +59,7 @@ class Pipeline:
         self.forget()
 
     def forget(self) -> None:
-        """What is in flight is lost: the device is gone, or about to be closed."""
+        """Drop what is in flight: the device is gone, or about to be closed."""
         self._steps: deque[StepInFlight] = deque()
         self.collected = Collected()
         self._last_done = 0.0  # when the last result came; 0: there was no more to do
@@ -165,5 +165,5 @@ class Pipeline:
         return updates
 
     def publish_events(self) -> None:
-        """What became of cached blocks since the last call."""
+        """Publish what became of cached blocks since the last call."""
         self._events.publish(self._scheduler.take_events())

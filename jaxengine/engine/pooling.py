@@ -42,7 +42,7 @@ def _pooling(request: Request) -> str | None:
 
 class Pooled:
     """Sums by request over the chunks of its prompt. A prompt that is computed again may be cut
-    otherwise: from where it begins anew, what was there before does not count."""
+    otherwise: what was there before its new beginning does not count."""
 
     def __init__(self) -> None:
         self._parts: dict[str, dict[int, NDArray[np.float32]]] = {}

@@ -250,7 +250,7 @@ def _read_input(
     deliver: Callable[[bytes, Any], None],
     stopping: threading.Event,
 ) -> None:
-    """Input thread: decode beside the running step, and watch the parent."""
+    """Input thread: decode while a step runs, and watch the parent."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, launch.index.to_bytes(2, "little"))
     socket.setsockopt(zmq.RCVHWM, 0)

@@ -37,8 +37,8 @@ class StateLock:
 
     @contextmanager
     def taken_soon(self) -> Iterator[bool]:
-        """For another thread: held inside of the block, or False where the loop holds it for long.
-        Waits once for such a turn of the loop, since the thread has other messages to pass on."""
+        """Hold it inside of the block from another thread; False where the loop holds it for long.
+        Waits only once for such a turn of the loop: the thread has other messages to pass on."""
         held = self._lock.acquire(timeout=0 if self._held_long else _PATIENCE)
         self._held_long = not held
         try:

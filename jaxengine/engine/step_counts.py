@@ -31,12 +31,12 @@ class StepCounts:
                 self._written += work.write_bytes
 
     def reconciled(self, plan: StepPlan, num_updates: int) -> None:
-        """A step's result came in, and brought so many sequences news. Rows that sampled for none
-        were of sequences that had ended while the step was in flight."""
+        """A step's result came in and updated `num_updates` sequences. The other rows that sampled
+        belonged to sequences that had ended while the step was in flight."""
         self._wasted += max(0, int(plan.samples.sum()) - num_updates)
 
     def stats(self) -> dict[str, float]:
-        """For `EngineStats.extra`."""
+        """Names and values for `EngineStats.extra`."""
         found = {"async_wasted_rows": float(self._wasted)}
         if self._work is not None:
             found["estimated_flops"] = self._flops

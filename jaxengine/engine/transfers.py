@@ -38,11 +38,11 @@ class Transfers:
         executor.open_transfers([o.pool for o in self._offloads], facts.kv_layout)
 
     def connector(self, shard: int) -> KVConnector | None:
-        """What shard's scheduler asks."""
+        """The connector that this shard's scheduler asks; None without tiers."""
         return self._offloads[shard].connector if self._offloads else None
 
     def bind(self, schedulers: Sequence[Scheduler]) -> None:
-        """After schedulers were made (again)."""
+        """Connect the tiers to new schedulers."""
         for offload, scheduler in zip(self._offloads, schedulers, strict=False):
             offload.connector.bind(scheduler.state.kv)
 
@@ -87,7 +87,7 @@ class Transfers:
 
     @property
     def is_open(self) -> bool:
-        """There is a tier behind the device."""
+        """True when there is a tier behind the device."""
         return bool(self._offloads)
 
     def stats(self) -> dict[str, float]:

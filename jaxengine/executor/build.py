@@ -1,4 +1,4 @@
-"""From settings to an executor that runs: files, sizes, programs, weights, and the facts of them.
+"""Builds an executor from settings: files, sizes, programs, weights, and the facts about them.
 
 Programs compile while weights load.
 """
@@ -73,7 +73,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the model lies on the devices, and the sizes of its steps."""
+    """The model's layout on the devices, and the sizes of its steps."""
 
     layout: StepLayout
     stages: tuple[Devices, ...]  # of the pipeline
@@ -122,7 +122,7 @@ def _prepare_devices(config: EngineConfig) -> None:
 
 
 def _offer_cpu_devices(parallel: ParallelConfig) -> None:
-    """On CPU a mesh is made of host devices, which must be asked for before JAX's first use."""
+    """Ask for the host devices that a mesh on CPU is made of. Must come before JAX's first use."""
     wanted = parallel.tensor_parallel_size * parallel.attention_data_parallel_size
     wanted = wanted * parallel.pipeline_parallel_size // parallel.nnodes
     if wanted > 1 and os.environ.get("JAX_PLATFORMS", "") == "cpu":
@@ -228,7 +228,7 @@ def _sizes(
 
 
 def program_shapes(config: EngineConfig, model: Model, plan: Plan) -> Shapes:
-    """What every program of the engine is compiled for. Raises ValueError for a drafter that
+    """The shapes that the engine's programs are compiled for. Raises ValueError for a drafter that
     cannot work with the model."""
     sizes, spec, layout, stages = plan.sched_sizes, plan.spec, plan.layout, plan.stages
     batch_shape = BatchShape(
@@ -385,7 +385,7 @@ def _device_name(stages: Sequence[Devices]) -> str:
 def _kv_layout(
     spec: DecoderSpec, layout: StepLayout, sched_sizes: SchedulerSizes, dtype: str
 ) -> KVLayout:
-    """What a block is made of, for offload."""
+    """The contents of a block, for offload."""
     windows = spec.windows or (0,) * spec.num_layers
     groups = tuple(spec.groups.index(window) for window in windows)
     size = sched_sizes.block_size

@@ -33,7 +33,7 @@ class Interrupted(Exception):
 
 def free_port() -> int:
     """A port that is free on the loopback. It is bound seconds later, so it is none that the system
-    gives to whoever asks for any."""
+    gives to anyone who asks for any."""
     chance = random.SystemRandom()
     for _ in range(100):
         port = chance.randrange(*_PORTS)
@@ -47,8 +47,8 @@ def free_port() -> int:
 
 
 def exchange_address(port: int) -> str:
-    """Where the group at this port exchanges its wishes. Raises ValueError when there is no folder
-    for it that other users are kept out of."""
+    """Address at which the group of this port exchanges its wishes. Raises ValueError when there is
+    no folder for it that other users are kept out of."""
     return f"ipc://{_private_folder()}/ranks-{port}"
 
 

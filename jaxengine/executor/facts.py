@@ -23,6 +23,6 @@ class Facts:
     step_shapes: StepShapes
     spec: DecoderSpec
     kv_layout: KVLayout
-    kv_facts: dict[str, str]  # what the KV of equal tokens depends on beside the layout
+    kv_facts: dict[str, str]  # what else, besides the layout, the KV of a token depends on
     num_shards: int  # of attention data parallelism, in this process
     info: dict[str, str]  # for people: model, device, seconds

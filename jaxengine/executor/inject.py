@@ -14,7 +14,7 @@ _FOREVER = 10**6  # seconds
 
 
 class InjectedFault(RuntimeError):
-    """What an injected `raise` raises."""
+    """Raised by an injected fault of kind `raise`."""
 
 
 class Injector:

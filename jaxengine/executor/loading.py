@@ -68,6 +68,6 @@ class Loader:
 
 
 def stage_of_layers(stages: tuple[Devices, ...], num_layers: int) -> list[Devices]:
-    """By layer, the devices of the pipeline's stage that runs it."""
+    """The devices of each layer: those of the pipeline's stage that runs it."""
     count = len(stages)
     return [stages[i] for i in range(count) for _ in Stage(i, count).layers(num_layers)]

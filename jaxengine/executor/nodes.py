@@ -64,7 +64,7 @@ def join_nodes(parallel: ParallelConfig) -> None:
 
 def _cache_programs_everywhere() -> None:
     """JAX lets only process 0 write to the compilation cache, but on CPU each process looks its
-    programs up under keys of its own: the others would compile anew at every start."""
+    programs up under keys of its own: the others would compile again at every start."""
     import jax
     from jax._src import distributed
 
@@ -73,7 +73,7 @@ def _cache_programs_everywhere() -> None:
 
 
 def digest(config: EngineConfig) -> bytes:
-    """Of what must be equal on all nodes."""
+    """Hash of the settings that must be equal on all nodes."""
     parallel = {k: v for k, v in asdict(config.parallel).items() if k != "node_rank"}
     parts = [asdict(config.cache), asdict(config.scheduler), parallel, config.model.dtype]
     return hashlib.sha256(msgspec.json.encode(parts)).digest()

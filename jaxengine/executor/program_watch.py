@@ -1,4 +1,4 @@
-"""In the worker process: tells the engine which programs are compiled, at every change."""
+"""Part of the worker process that tells the engine which programs are compiled, at every change."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ProgramWatch:
                 self._tell(Programs(ready, figures))
 
     def _poll(self) -> None:
-        """The compilers work beside; look often while they get on, else ever more rarely."""
+        """Look often while the compilers make progress, else more and more rarely."""
         wait = _POLL[0]
         while True:
             before = self._sent

@@ -29,9 +29,8 @@ def plan_sizes(
 ) -> SchedulerSizes:
     """Resolve every size the scheduler needs. Raises ValueError naming the setting.
 
-    `drafter_bytes`: a token's KV in the drafter, beside the model's; `weights`: bytes that a device
-    will hold.
-    """
+    `drafter_bytes`: a token's KV in the drafter, in addition to the model's; `weights`: bytes that
+    a device will hold."""
     sched, cache, stages = config.scheduler, config.cache, config.parallel.pipeline_parallel_size
     max_num_seqs, budget = _step_limits(config, block_size)
     wanted = _wanted_length(config, spec)

@@ -105,7 +105,7 @@ class WorkerExecutor:
 
     @property
     def ready_programs(self) -> frozenset[ProgramKey]:
-        """As of the worker's last message."""
+        """The compiled programs as of the worker's last message."""
         return self._ready_programs
 
     @property
@@ -352,7 +352,7 @@ class WorkerExecutor:
         self._call("wait_warm", None)
 
     def stats(self) -> dict[str, float]:
-        """As of the worker's last message; asks nobody."""
+        """The stats of the worker's last message; does not ask it."""
         return self._figures | self._chooser.stats()
 
     def shutdown(self) -> None:
@@ -386,8 +386,8 @@ class WorkerExecutor:
         what: str,
         silence: float | None = None,
     ) -> None:
-        """Until `done` or the worker's end; kills it after `limit` seconds, or when it says nothing
-        for `silence` seconds, though it should every second. Raises WorkerDied."""
+        """Wait for `done` or the worker's end; kills it after `limit` seconds, or when it says
+        nothing for `silence` seconds, though it should every second. Raises WorkerDied."""
         deadline = None if limit is None else time.monotonic() + limit
         with self._changed:
             while not done():

@@ -1,6 +1,6 @@
 """The worker process: owns the device, runs the batches that the engine process sends.
 
-Three threads beside the compilers': one reads messages, the main one carries them out, one waits
+Three threads besides the compilers': one reads messages, the main one carries them out, one waits
 for results. A step that raises makes everything after it void until the engine asks for a reset.
 """
 

@@ -1,4 +1,4 @@
-"""Which cache layout and attention code an engine uses, decided once when it is built."""
+"""The choice of cache layout and attention code, made once when an engine is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many programs XLA compiled, and how many came from the cache on disk."""
+"""Counts of programs that XLA compiled and of those that came from the cache on disk."""
 
 from __future__ import annotations
 

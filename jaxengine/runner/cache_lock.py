@@ -1,6 +1,6 @@
 """Ranks that start together share the compilation cache: one compiles a program, the others wait
-for it and read it. A lock is a file beside the cache, held while compiling; whoever dies gives it
-back."""
+for it and read it. A lock is a file next to the cache, held while compiling; a process that dies
+gives it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From parallel settings to the step's layout: the mesh, caches on it, experts and their copies."""
+"""The step's layout, from parallel settings: the mesh, caches on it, experts and their copies."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def place_experts(
 def expert_tables(
     spec: DecoderSpec, placement: Placement | None
 ) -> list[dict[str, np.ndarray[Any, Any]]]:
-    """By layer: the slots of its experts; nothing in layers without experts."""
+    """The slots of every layer's experts; nothing in layers without experts."""
     if placement is None:
         return []
     return [
@@ -104,7 +104,7 @@ def expert_tables(
 
 
 def cache_spec(spec: DecoderSpec, layout: StepLayout) -> PartitionSpec:
-    """How every layer's cache arrays are divided: blocks by shard, heads by tensor axis."""
+    """The division of a layer's cache arrays: blocks by shard, heads by tensor axis."""
     axis = cache_head_axis(spec, layout)
     heads = () if axis is None else (*[None] * (axis - 1), layout.tensor_axis)
     return PartitionSpec(layout.data_axis or None, *heads)

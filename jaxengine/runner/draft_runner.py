@@ -1,4 +1,4 @@
-"""What an engine that speculates dispatches around its steps: drafts before, notes after."""
+"""The dispatches of an engine that speculates around its steps: drafts before, notes after."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class DraftRunner:
     def sampled(
         self, batch: Batch, slots: SlotState, rows_hidden: Array, hidden: Array | None
     ) -> None:
-        """After a step without drafts was sampled. `rows_hidden` [b, D] are its rows' hidden
-        states, `hidden` [T, D] its tokens'."""
+        """Take note of a step without drafts that was sampled. `rows_hidden` [b, D] are its rows'
+        hidden states, `hidden` [T, D] its tokens'."""
         drafter = self._programs.drafter
         if drafter is None:
             return
@@ -70,7 +70,7 @@ class DraftRunner:
             self._kv = follow(self._params, self._kv, slots.history, given, batch.blob)
 
     def accepted(self, batch: Batch, drafted: Drafted, rows: Array) -> None:
-        """After the drafts of a step were accepted or refused; `rows` is its output."""
+        """Take note of which drafts of a step were accepted; `rows` is its output."""
         drafter = self._programs.drafter
         if drafter is not None and drafter.reads_hidden and drafter.layers is not None:
             follow = self._programs.get(Key("follow", batch.bucket))

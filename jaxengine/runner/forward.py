@@ -24,7 +24,7 @@ from jaxengine.sched.batch import HEADER, BatchShape, Bucket, Layout, layout_of
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What the programs are specialised on, beside their buckets."""
+    """What the programs are specialised on, in addition to their buckets."""
 
     spec: DecoderSpec
     shape: BatchShape
@@ -40,7 +40,7 @@ class StepConfig:
 
     @property
     def feature_width(self) -> int:
-        """Of what drafters read: the taps' states, without taps the final ones."""
+        """F, the width of what drafters read: the taps' states, without taps the final ones."""
         return self.spec.hidden_size * (len(self.taps) or 1)
 
     def final(self, hidden: Float[Array, "T W"]) -> Float[Array, "T D"]:
@@ -48,7 +48,7 @@ class StepConfig:
         return hidden[:, : self.spec.hidden_size] if self.taps else hidden
 
     def features(self, hidden: Float[Array, "T W"]) -> Float[Array, "T F"]:
-        """What drafters read."""
+        """The hidden states that drafters read."""
         return hidden[:, self.spec.hidden_size :] if self.taps else hidden
 
 

@@ -1,4 +1,4 @@
-"""How much device memory is left for the KV pool, before anything is loaded."""
+"""The device memory left for the KV pool, worked out before anything is loaded."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def local_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def kv_room(stats: dict[str, int], utilization: float, weights: int) -> int:
-    """Bytes for KV on a device with these `memory_stats` that will hold so many of weights."""
+    """Bytes for KV on a device with these `memory_stats` that will hold `weights` bytes of
+    parameters."""
     limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
     return max(0, int(limit * utilization) - used - weights - RESERVE)

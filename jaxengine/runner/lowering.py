@@ -24,7 +24,7 @@ from jaxengine.sched.slot_record import SlotShape
 
 
 class Specs(NamedTuple):
-    """How parameters and caches are divided over the mesh: trees of PartitionSpec."""
+    """The division of parameters and caches over the mesh: trees of PartitionSpec."""
 
     params: Any = P()
     kv: Any = P()
@@ -32,8 +32,8 @@ class Specs(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the programs are lowered for. `params` and `state` may be ShapeDtypeStructs: compiling
-    needs no weights, so that programs compile while weights load."""
+    """Everything that the programs are lowered for. `params` and `state` may be ShapeDtypeStructs:
+    compiling needs no weights, so that programs compile while weights load."""
 
     config: StepConfig
     params: Params
@@ -50,7 +50,7 @@ class Shapes:
 
     @property
     def head(self) -> Params:
-        """What the output head reads."""
+        """The leaves that the output head reads."""
         return head_params(self.params)
 
     @property
@@ -59,7 +59,7 @@ class Shapes:
 
     @property
     def counted(self) -> Counted:
-        """Of what engines that speculate keep beside the slots."""
+        """Shapes of what engines that speculate keep in addition to the slots."""
         remembers = self.drafter is not None and self.drafter.remembers
         return counted_shapes(self.state.slots, self.config.feature_width if remembers else None)
 

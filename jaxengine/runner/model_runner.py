@@ -92,7 +92,7 @@ class ModelRunner:
         return all(map(self.programs.ready, programs_of(key, self.programs.drafter)))
 
     def start(self, key: ProgramKey) -> None:
-        """Compile beside what `ready` asks for."""
+        """Compile in the background what `ready` asks for."""
         self.programs.start(programs_of(key, self.programs.drafter))
 
     def choose(
@@ -316,7 +316,7 @@ def _result(rows: np.ndarray[Any, Any], want_logprobs: bool) -> StepResult:
 
 
 def _verified(rows: np.ndarray[Any, Any], batch: Batch) -> StepResult:
-    """From output rows of `accept_rows`."""
+    """The result of a step with drafts, from output rows of `accept_rows`."""
     places = 1 + batch.bucket.drafts
     columns = rows[:, 1:].reshape(len(rows), places, -1)
     tokens = np.ascontiguousarray(columns[:, :, 0])

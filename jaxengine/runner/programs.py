@@ -210,8 +210,9 @@ def _own(key: Key) -> Key:
 
 
 def _cache_folder() -> Path | None:
-    """Of what this process compiles; None where it would not be written (JAX lets the first of
-    several processes write, and the engine all of them on CPU): waiting would win nothing."""
+    """The cache folder to lock while compiling; None where this process would not write to it (JAX
+    lets the first of several processes write, and the engine all of them on CPU): waiting would win
+    nothing."""
     folder = jax.config.jax_compilation_cache_dir
     writes = jax.process_index() == 0 or jax.default_backend() == "cpu"
     return Path(folder) if folder and writes else None

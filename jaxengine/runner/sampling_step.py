@@ -74,8 +74,8 @@ def score_prompt(
 def pool_rows(
     hidden: Float[Array, "T D"], index: Int[Array, "T"], num_rows: int
 ) -> Float[Array, "S D"]:
-    """For every row the sum of its tokens' hidden states; `index` says whose a token is, a number
-    out of range: nobody's."""
+    """Sums of hidden states by row; `index[t]` is the row that token t belongs to, a number
+    out of range means none."""
     return jax.ops.segment_sum(hidden.astype(jnp.float32), index, num_rows)
 
 

@@ -1,4 +1,5 @@
-"""What lives on the device between steps. Donated to every step; after a failed step it is gone."""
+"""The state that lives on the device between steps. Donated to every step; after a failed step it
+is gone."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ class SlotState(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What engines that speculate keep beside the slots. `length` counts the tokens of rows with
-    drafts; `feature` is the target's final hidden state at the position before the last token,
-    for drafters that start from it."""
+    """State that engines that speculate keep in addition to the slots. `length` counts the tokens
+    of rows with drafts; `feature` is the target's final hidden state at the position before the
+    last token, for drafters that start from it."""
 
     length: Int[Array, "R"]
     feature: Float[Array, "R F"] | None = None

@@ -1,4 +1,4 @@
-"""Which programs to compile before they are needed, in the order in which they will be."""
+"""Programs to compile before they are needed, in the order in which they will be."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def first_keys(
     greedy: bool = False,
     token_by_token: bool = False,
 ) -> list[Key]:
-    """What a first short prompt and its decode need. `token_by_token`: no step has more than one
-    token of a prompt, so that the decode program runs it."""
+    """The programs that a first short prompt and its decode need. `token_by_token`: no step has
+    more than one token of a prompt, so that the decode program runs it."""
     decode = next(b for b in shapes.buckets if b.decode_only)
     mixed = next(b for b in shapes.buckets if not b.decode_only)
     sampler = Key("greedy" if greedy else "sample", shapes.row_sizes[0])
@@ -51,7 +51,7 @@ def warmup_keys(shapes: StepShapes) -> list[Key]:
 def draft_keys(
     shapes: StepShapes, drafts: Sequence[tuple[int, int]], drafter: Drafter | None
 ) -> list[Key]:
-    """What drafts add to every step, then the steps with drafts of these (rows, K)."""
+    """The programs that drafts add to every step, then steps with drafts of these (rows, K)."""
     # Notes first: they are taken after the first step already.
     steps: list[ProgramKey] = [("forward", b) for b in shapes.buckets]
     steps += [("sample", n) for n in shapes.row_sizes]

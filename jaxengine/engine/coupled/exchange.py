@@ -40,7 +40,7 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Wish(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank wants of the next step. `work`: something runs, waits or is in flight there.
+    """One rank's wish for the next step. `work`: something runs, waits or is in flight there.
     `ready`: the programs that it has compiled, when they changed; `warm`: those are all."""
 
     round: int
@@ -52,7 +52,7 @@ class Wish(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Agreement(msgspec.Struct, array_like=True, frozen=True):
-    """What all do. `shape`: forward bucket and sampler rows of the step; None: no step.
+    """What all ranks do next. `shape`: forward bucket and sampler rows of the step; None: no step.
     `start`: programs that all begin to compile. `cold`: the step may wait for one. `warm`: all
     ranks have compiled everything."""
 
@@ -169,7 +169,7 @@ class Exchange:
         return agreement
 
     def _wish_of(self, frames: list[bytes]) -> tuple[int, Wish] | None:
-        """Which rank wishes what; None for a message that is not of this group."""
+        """A rank and its wish; None for a message that is not of this group."""
         rank = self._others.get(frames[0])
         if rank is None or len(frames) != 2:
             self._strangers.ignore(frames[0], "it is not of this group")

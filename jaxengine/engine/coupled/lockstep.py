@@ -47,7 +47,7 @@ class Lockstep:
         self._begin(member.port)
 
     def _begin(self, port: int) -> None:
-        """Of a new group: nothing of the one before counts."""
+        """Start over in a new group; nothing from the old one applies."""
         self._member = replace(self._member, port=port)
         self._wave = waves.RankWave(self._member.rank)
         self._round = 0
@@ -83,7 +83,7 @@ class Lockstep:
             self._wave = waves.on_start(self._wave, notice.wave)
 
     def takes_part(self, work: bool) -> bool:
-        """Before a step: whether to take part in it; wakes the others when work was found here."""
+        """Decide before a step whether to take part; wakes the others when there is work here."""
         if work and not self.running:
             self._wave = waves.on_work(self._wave)
             self._report(wire.WaveNotice(self.port, self._wave.wave))
@@ -150,8 +150,8 @@ class Lockstep:
         self._stopping.set()
 
     def broke(self, port: int) -> None:
-        """A rank of the group at `port` failed: the worker is killed, and whoever waits for it
-        learns of that."""
+        """A rank of the group at `port` failed: the worker is killed, and everything that waits
+        for it learns of that."""
         self._worker.abandon(PeerFailed("another rank of the group failed"), port)
 
     def join(self, port: int) -> None:
@@ -197,7 +197,7 @@ def _outcome(agreed: Agreement, bucket: Bucket) -> Overlapped:
 
 
 def _sizes(plans: Sequence[StepPlan | None]) -> Plan | None:
-    """Of this rank's shards together; None when none has anything to run."""
+    """The step sizes of this rank's shards together; None when none has anything to run."""
     live = [plan for plan in plans if plan is not None]
     if not live:
         return None
@@ -217,4 +217,4 @@ def _prepared(request: object) -> Prepared:
 
 
 def _to_nobody(notice: wire.WaveNotice) -> None:
-    """Before `bind`."""
+    """The report of a rank that is not bound yet."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class StartWave:
-    """For every rank but `exclude`, which has the work and runs anyway."""
+    """Wakes every rank but `exclude`, which has the work and runs anyway."""
 
     wave: int
     exclude: int

@@ -83,8 +83,8 @@ def init_params(config: DraftConfig, seed: int) -> dict[str, NDArray[np.float32]
 def attach(
     head: dict[str, Any], vocab_ids: NDArray[np.int32], target: dict[str, Any], dtype: Any = None
 ) -> DraftParams:
-    """What `draft_step` takes: the trained leaves, with the target's embedding table and the rows
-    of its output head that can be drafted.
+    """The parameters that `draft_step` takes: the trained leaves, with the target's embedding table
+    and the rows of its output head that can be drafted.
 
     `target` is the engine's parameter tree (its head may be 8-bit). Matrices are cast to `dtype`,
     by default the embedding's. On one device; a sharded target must be gathered first.

@@ -60,7 +60,7 @@ def follow(
     hidden: Float[Array, "T D"] | None,
     blob: Int[Array, "B"],
 ) -> KV:
-    """After a step without drafts was sampled: the drafter's KV of its tokens. `kv` is donated."""
+    """Write the drafter's KV of a step that had no drafts, once it is sampled. `kv` is donated."""
     assert drafter.layers is not None
     part = sections(layout_of(bucket, config.shape), blob)
     header = dict(zip(HEADER, part["header"], strict=True))
@@ -94,7 +94,7 @@ def follow_drafts(
     rows: Int[Array, "S X"],
     blob: Int[Array, "B"],
 ) -> KV:
-    """After a step with drafts: the drafter's KV of what was kept, from the target's hidden
+    """Write the drafter's KV of what a step with drafts kept, from the target's hidden
     states in the place of its own guesses. `rows` is the step's output; `kv` is donated."""
     assert drafter.layers is not None
     width = 1 + bucket.drafts
@@ -113,7 +113,7 @@ def remember(
     hidden: Float[Array, "S D"],
     blob: Int[Array, "B"],
 ) -> Float[Array, "R D"]:
-    """After a step without drafts: the hidden states that its rows sampled from. `feature` is
+    """Keep the hidden states that a step without drafts sampled from. `feature` is
     donated."""
     part = sections(rows_layout(num_rows), blob)
     nowhere = feature.shape[0] + jnp.arange(num_rows)
@@ -124,7 +124,7 @@ def remember(
 def draft_inputs(
     config: StepConfig, bucket: Bucket, slots: SlotState, counted: Counted, blob: Int[Array, "B"]
 ) -> tuple[dict[str, Array], Int[Array, "S"], Int[Array, "S"]]:
-    """Of the rows of a step with drafts: the blob's sections, their last tokens, and how many
+    """The inputs of a step with drafts: the blob's sections, their last tokens, and how many
     tokens each has."""
     part = sections(verify_layout(bucket, config.shape), blob)
     last = slots.last_token.at[part["slots"]].get(mode="fill", fill_value=0)

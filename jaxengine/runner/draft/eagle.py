@@ -21,7 +21,7 @@ from jaxengine.weights.resolve import read_json
 
 
 def is_recurrent(model: str) -> bool:
-    """Whether it is a folder of `train-draft`'s own form, or a path to nothing."""
+    """True for a folder of `train-draft`'s own form, or a path to nothing."""
     path = Path(model) / draft_store.CONFIG
     if not path.is_file():
         return Path(model).is_absolute() or model.startswith((".", "~"))  # else a hub id

@@ -190,7 +190,7 @@ def _form(
 
 
 def _taps(config: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """After how many layers of the target its states are read."""
+    """The numbers of target layers after which its states are read."""
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     taps = tuple(ids) if ids else default_taps(layers)
     if any(not isinstance(i, int) or not 0 < i <= layers for i in taps) or list(taps) != sorted(

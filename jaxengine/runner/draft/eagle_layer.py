@@ -33,7 +33,7 @@ _ONE_DEVICE = StepLayout()
 
 @dataclass(frozen=True)
 class EagleForm:
-    """What is static of a head. `spec`: its one layer, of width D and vocabulary V.
+    """The static properties of a head. `spec`: its one layer, of width D and vocabulary V.
 
     `taps`: after how many layers of the target (width E) its states are read, for EAGLE-3; for
     EAGLE none. v tokens can be drafted. `norm_before_residual`: the residual sum starts from the
@@ -52,8 +52,8 @@ class EagleForm:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Where EAGLE-3 reads a target of so many layers: early, in the middle and late. Raises
-    ValueError for one that has no three places."""
+    """The layers at which EAGLE-3 reads a target of `num_layers`: early, in the middle and late.
+    Raises ValueError for one that has no three places."""
     if num_layers < 3:
         raise ValueError(f"EAGLE-3 reads 3 layers, the model has {num_layers}")
     if num_layers < 7:  # the published places would coincide
@@ -62,7 +62,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def eagle_shapes(form: EagleForm) -> dict[str, tuple[int, ...]]:
-    """The leaves of a head that need not be there twice, [out, in]: beside them `embed` [V, D],
+    """The leaves of a head that need not be there twice, [out, in]: besides them `embed` [V, D],
     `head` [v, D] and `vocab_ids` [v] may be its own or the target's."""
     spec = form.spec
     width, heads = spec.hidden_size, spec.num_heads * spec.head_dim
@@ -83,7 +83,7 @@ def eagle_shapes(form: EagleForm) -> dict[str, tuple[int, ...]]:
 
 
 def joined(form: EagleForm, params: Params, features: Float[Array, "T F"]) -> Float[Array, "T D"]:
-    """What the layer is told of the target."""
+    """The layer's input, taken from the target."""
     if not form.is_eagle3:
         return features
     return linear(features, params["fc"], params.get("fc_bias"))

@@ -41,8 +41,8 @@ def look_up(
 def propose(
     history: Int[Array, "S H"], length: Int[Array, "S"], k: int, lookup: Lookup
 ) -> Int[Array, "S K"]:
-    """What followed the earliest occurrence of each row's longest repeated n-gram; NO_DRAFT where
-    nothing did. As `jaxengine.speculate.ngram`."""
+    """The tokens that followed the earliest occurrence of each row's longest repeated n-gram;
+    NO_DRAFT where nothing did. As `jaxengine.speculate.ngram`."""
     rows, width = history.shape
     place = jnp.arange(width)
     alive = place < length[:, None]

@@ -56,7 +56,7 @@ def one_layer(spec: DecoderSpec) -> DecoderSpec:
 
 
 def mtp_leaves(spec: DecoderSpec) -> dict[str, tuple[Leaf, str]]:
-    """Leaves beside the decoder layer's, and their names in a checkpoint."""
+    """Leaves in addition to the decoder layer's, and their names in a checkpoint."""
     width, table = spec.hidden_size, Leaf((spec.vocab_size, spec.hidden_size))
     norm = Leaf((width,))
     return {

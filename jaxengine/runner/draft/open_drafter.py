@@ -1,4 +1,5 @@
-"""From `--speculative-config` to a drafter: its files, the checks that it fits, its sizes."""
+"""Opens the drafter that `--speculative-config` names: its files, the checks that it fits, its
+sizes."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Target:
 @dataclass(frozen=True)
 class Prospect:
     """A drafter before the engine's sizes are known. `token_bytes`: its KV of one token;
-    `weight_bytes`: of what it holds beside the target.
+    `weight_bytes`: of what it holds in addition to the target.
     `open` takes the target's step and the shapes of its parameters, and raises ValueError. `taps`:
     see `models.decoder.decode`."""
 
@@ -159,7 +160,7 @@ def _files(config: EngineConfig, chosen: SpeculativeConfig) -> ModelFiles:
 
 
 def _layout(config: EngineConfig, spec: DecoderSpec, target: Target) -> StepLayout:
-    """How the drafter's own KV lies."""
+    """Layout of the drafter's own KV."""
     backend, on_cpu = config.runner.attention_backend, jax.default_backend() == "cpu"
     kv_dtype = jnp.dtype(target.dtype)
     return choose_attention(backend, spec, kv_dtype, target.block_size, on_cpu)[0]
@@ -220,7 +221,7 @@ def _bytes(shapes: Params) -> int:
 
 
 def _put(array: NDArray[Any], target: Params, name: str) -> jax.Array:
-    """On the device; what checkpoints store twice (embedding, output head) only once."""
+    """Put leaves on the device; what checkpoints store twice (embedding, output head) only once."""
     other = target.get(name)
     if isinstance(other, jax.Array) and other.shape == array.shape and other.dtype == array.dtype:
         if np.array_equal(np.asarray(other), array):
@@ -237,7 +238,7 @@ def _kv_shapes(step: StepConfig, dtype: Any) -> KV:
 
 
 def _common_vocabulary(files: ModelFiles, spec: DecoderSpec, target: Target) -> int:
-    """How many ids mean the same in both models: all that both have (embeddings may be padded
+    """Number of ids that mean the same in both models: all that both have (embeddings may be padded
     differently). Raises ValueError when some id does not, or cannot be compared."""
     from jaxengine.text.tokenizer import load_tokenizer
 

@@ -6,7 +6,7 @@ draft is kept while it equals the sampled token. For a drafter without probabili
 speculative sampling (Leviathan et al. 2023; Chen et al. 2023): the token is drawn from the target
 itself. Greedy and seeded ids do not change.
 
-Shape letters beside the house's: K drafts a row, T = S * (1 + K) tokens.
+Shape letters in addition to the usual ones: K drafts a row, T = S * (1 + K) tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_DRAFT = -1
 
 
 class Drafted(NamedTuple):
-    """What the first program hands to the second."""
+    """The values that the first program hands to the second."""
 
     hidden: Float[Array, "T W"]
     drafts: Int[Array, "S K"]  # NO_DRAFT where there is none; nothing follows one
@@ -101,7 +101,7 @@ def token_slots(
     position: Int[Array, "S M"],
     real: Bool[Array, "S M"],
 ) -> Int[Array, "G S M"]:
-    """Where the KV of the rows' tokens goes; out of range, all distinct, for what is not `real`."""
+    """Slots for the KV of the rows' tokens; out of range, all distinct, for what is not `real`."""
     column = jnp.clip(position // shape.block_size, 0, shape.table_width - 1)
     block = jnp.take_along_axis(block_table, column[None], axis=2)
     nowhere = shape.num_blocks * shape.block_size + jnp.arange(position.size)
@@ -175,7 +175,7 @@ def accept_rows(
 
 
 def kept_tokens(rows: Int[Array, "S X"], places: int) -> Int[Array, "S M"]:
-    """From output rows of `accept_rows`: the tokens that were kept, -1 behind them."""
+    """The tokens that output rows of `accept_rows` kept, -1 behind them."""
     return rows[:, 1:].reshape(rows.shape[0], places, -1)[:, :, 0]
 
 
