@@ -74,11 +74,28 @@ class BatchShape:
 HEADER = ("num_tokens", "num_rows", "num_decode", "num_items")
 
 
+# Words between starts of sections. A section may be handed to a kernel where it lies, without a
+# copy, and Mosaic refuses a buffer that does not begin at a multiple of 256 bytes.
+ALIGNMENT = 64
+_BY_GROUP = ("kv_slot", "block_table")  # a layer is handed one group's part
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a blob. `dims` is its shape; its first axis, of sections by KV group, steps over
+    `stride` words, so that every group's part is aligned too. Otherwise there is one such part."""
+
+    offset: int
+    dims: tuple[int, ...]
+    num_parts: int
+    stride: int
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Sections of the blob: name -> (offset, shape)."""
+    """Sections of the blob by name."""
 
-    sections: dict[str, tuple[int, tuple[int, ...]]]
+    sections: dict[str, Section]
     size: int
 
 
@@ -118,11 +135,13 @@ def rows_layout(rows: int) -> Layout:
 
 
 def section_layout(sizes: list[tuple[str, tuple[int, ...]]]) -> Layout:
-    """Sections of a blob, one behind the other."""
+    """Sections of a blob, one behind the other, each aligned."""
     sections, offset = {}, 0
     for name, dims in sizes:
-        sections[name] = (offset, dims)
-        offset += int(np.prod(dims))
+        parts = dims[0] if name in _BY_GROUP else 1
+        stride = -(-(int(np.prod(dims)) // parts) // ALIGNMENT) * ALIGNMENT
+        sections[name] = Section(offset, dims, parts, stride)
+        offset += parts * stride
     return Layout(sections, offset)
 
 
@@ -133,8 +152,9 @@ def max_items(bucket: Bucket) -> int:
 
 def view(blob: Int32, layout: Layout, name: str) -> Int32:
     """A section of the blob as an array that writes through."""
-    offset, dims = layout.sections[name]
-    return blob[offset : offset + int(np.prod(dims))].reshape(dims)
+    one = layout.sections[name]
+    parts = blob[one.offset : one.offset + one.num_parts * one.stride].reshape(one.num_parts, -1)
+    return parts[:, : int(np.prod(one.dims)) // one.num_parts].reshape(one.dims)
 
 
 def pack(

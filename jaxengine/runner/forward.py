@@ -113,7 +113,11 @@ def num_decode(bucket: Bucket, header: dict[str, Array]) -> Array:
 
 def sections(layout: Layout, blob: Int[Array, "B"]) -> dict[str, Array]:
     """The blob's sections, as static slices."""
-    return {
-        name: blob[offset : offset + int(np.prod(dims))].reshape(dims)
-        for name, (offset, dims) in layout.sections.items()
-    }
+    found = {}
+    for name, one in layout.sections.items():
+        size = int(np.prod(one.dims)) // one.num_parts
+        starts = [one.offset + i * one.stride for i in range(one.num_parts)]
+        parts = [blob[start : start + size] for start in starts]
+        # Of several groups' parts each layer takes one, which XLA finds where it lies.
+        found[name] = (parts[0] if len(parts) == 1 else jnp.stack(parts)).reshape(one.dims)
+    return found

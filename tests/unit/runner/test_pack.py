@@ -36,8 +36,10 @@ from jaxengine.sched.batch import (
     takes_the_best,
     view,
 )
+from jaxengine.sched.buckets import all_buckets
 from jaxengine.sched.plan import StepPlan
 from jaxengine.sched.slot_record import SlotShape, pack_slot
+from jaxengine.sched.verify_batch import verify_bucket, verify_layout
 
 NUM_SLOTS = 9
 SHAPE = BatchShape(num_groups=2, table_width=120, block_size=4, num_blocks=1100)
@@ -252,3 +254,29 @@ def test_which_steps_take_the_best_token() -> None:
     for flag in (HAS_EDITS, HAS_ALLOW, HAS_BAD_WORDS, HAS_PENALTIES):
         record[2, COLUMN["flags"]] = flag
         assert not takes_the_best(blob.reshape(-1), 3)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("width", [1, 48, 512])
+def test_what_a_kernel_may_be_handed_begins_at_256_bytes(groups: int, width: int) -> None:
+    """A section, and of sections by group each group's part, is handed over where it lies."""
+    shape = BatchShape(groups, width, 16, 100)
+    buckets = all_buckets(64, 1024)
+    layouts = [layout_of(bucket, shape) for bucket in buckets]
+    layouts += [verify_layout(verify_bucket(rows, 3), shape) for rows in (1, 5, 64)]
+    layouts += [rows_layout(rows) for rows in (1, 7, 64)]
+    for layout in layouts:
+        end = 0
+        for name, one in layout.sections.items():
+            assert one.offset >= end
+            starts = [one.offset + i * one.stride for i in range(one.num_parts)]
+            assert not any(4 * start % 256 for start in starts), name
+            end = one.offset + one.num_parts * one.stride
+            assert one.num_parts * one.stride >= np.prod(one.dims)
+        assert layout.size >= end
+        blob = np.zeros(layout.size, np.int32)
+        for number, name in enumerate(layout.sections, 1):
+            section = view(blob, layout, name)
+            assert not section.any()  # none reaches into another
+            section[:] = number
+            assert (np.asarray(sections(layout, blob)[name]) == number).all()
