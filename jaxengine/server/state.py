@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fastapi import Request
 
@@ -92,6 +93,38 @@ def placement_of(
     if session is not None:
         check_text("session_id", session)
     return Placement(rank, request.headers.get("x-session-id") or session or user)
+
+
+class GenerationBody(Protocol):
+    """The fields of a body that say whom it wants to be answered by, not what it asks."""
+
+    model: str | None
+    request_id: str | None
+    data_parallel_rank: int | None
+    user: str | None
+    session_id: str | None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A request apart from what it asks: who answers it, under which names, and where."""
+
+    engine: AsyncLLM
+    model: str  # the name to answer with
+    id: str
+    placement: Placement
+    size: int  # bytes of the body
+
+
+def visit_of(request: Request, body: GenerationBody) -> Visit:
+    """Raises as `engine_of`, `check_model`, `placement_of` and `request_id_of`."""
+    return Visit(
+        engine_of(request),
+        check_model(request, body.model),
+        request_id_of(request, body.request_id),
+        placement_of(request, body.data_parallel_rank, body.user, body.session_id),
+        body_size(request),
+    )
 
 
 def check_length(text: str, engine: AsyncLLM, field: str) -> None:

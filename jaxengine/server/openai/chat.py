@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from jaxengine.front.async_llm import AsyncLLM, Placement, RequestStream
+from jaxengine.front.async_llm import RequestStream
 from jaxengine.server.answer.answers import Answer
 from jaxengine.server.openai import legacy_functions
 from jaxengine.server.openai.bodies import (
@@ -29,7 +29,7 @@ from jaxengine.server.openai.logprobs import chat_logprobs, prompt_logprobs_body
 from jaxengine.server.openai.protocol import ChatBody, logprobs_count
 from jaxengine.server.openapi import reference, streamed
 from jaxengine.server.sse import DONE, event, sse_response
-from jaxengine.server.state import engine_of, placement_of
+from jaxengine.server.state import Visit, visit_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
 from jaxengine.text.outputs import CompletionOutput, usage
 from jaxengine.validation import RequestError
@@ -107,19 +107,20 @@ async def open_chat(body: ChatBody, request: Request, prefix: str = "chatcmpl-")
 async def _start(
     body: ChatBody, request: Request, prefix: str
 ) -> tuple[ChatCall, list[RequestStream]]:
-    engine = engine_of(request)
-    placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
-    with legacy_functions.in_terms_of_functions(legacy_functions.uses_functions(body)):
-        return await unless_hangup(request, _admitted(body, engine, request, prefix, placement))
+    visit = visit_of(request, body)
+    with legacy_functions.errors_as_asked(body):
+        return await unless_hangup(request, _admitted(body, visit, prefix))
 
 
 async def _admitted(
-    body: ChatBody, engine: AsyncLLM, request: Request, prefix: str, placement: Placement
+    body: ChatBody, visit: Visit, prefix: str
 ) -> tuple[ChatCall, list[RequestStream]]:
-    call = await chat_call(body, engine, request, prefix)
+    call = await chat_call(body, visit, prefix)
     prompts, field = [call.engine_prompt()], call.asked.field
     try:
-        streams = await admit(engine, prompts, call.params, call.id, call.body, placement, field)
+        streams = await admit(
+            visit.engine, prompts, call.params, call.id, call.body, visit.placement, field
+        )
     except RequestError as error:
         raise as_written(error, call.body, call.asked) from None
     return call, streams

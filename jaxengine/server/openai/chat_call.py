@@ -9,24 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastapi import Request
-
 from jaxengine.front.async_llm import AsyncLLM, off_loop
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.server.answer.answer_plan import plan_answer
 from jaxengine.server.answer.answers import Style, reads_answers
-from jaxengine.server.answer.constraints import Asked, constraint_of
+from jaxengine.server.answer.constraints import Asked
 from jaxengine.server.answer.render import EFFORTS, render
 from jaxengine.server.answer.tools import ToolChoice, tool_choice
 from jaxengine.server.errors import ApiError
 from jaxengine.server.openai import legacy_functions
 from jaxengine.server.openai.protocol import (
     ChatBody,
-    check_fields,
-    sampling_params,
+    checked_params,
     with_usage,
 )
-from jaxengine.server.state import body_size, check_model, request_id_of
+from jaxengine.server.state import Visit
 from jaxengine.text.reasoning import AnswerGate, Start
 from jaxengine.validation import TOO_LONG, RequestError
 
@@ -65,24 +62,20 @@ class ChatCall:
         }
 
 
-async def chat_call(body: ChatBody, engine: AsyncLLM, request: Request, prefix: str) -> ChatCall:
-    """The request, checked, with its prompt. Raises ApiError, RequestError, ChatTemplateError."""
-    call = await off_loop(body_size(request), lambda: _parse(body, engine, request, prefix))
-    return await _with_prompt(call, engine)
+async def chat_call(body: ChatBody, visit: Visit, prefix: str) -> ChatCall:
+    """The request, checked, with its prompt; its id is `prefix` and the visit's. Raises ApiError,
+    RequestError, ChatTemplateError."""
+    call = await off_loop(visit.size, lambda: _parse(body, visit, prefix))
+    return await _with_prompt(call, visit.engine)
 
 
-def _parse(body: ChatBody, engine: AsyncLLM, request: Request, prefix: str) -> ChatCall:
-    model = check_model(request, body.model)
-    check_fields(body)
-    legacy = legacy_functions.uses_functions(body)
-    if legacy:
-        body = legacy_functions.with_tools(body)
-    lengths = _lengths(body)
-    asked = constraint_of(body)
+def _parse(body: ChatBody, visit: Visit, prefix: str) -> ChatCall:
+    engine = visit.engine
+    body, legacy = legacy_functions.in_terms_of_tools(body)
     try:
-        params = sampling_params(body, engine.default_params, asked, **lengths)
+        params, asked = checked_params(body, engine.default_params, **_lengths(body))
     except RequestError as error:
-        raise as_written(error, body, asked) from None
+        raise as_written(error, body, Asked()) from None
     if body.reasoning_effort is not None and body.reasoning_effort not in EFFORTS:
         raise _bad(
             "reasoning_effort",
@@ -92,9 +85,17 @@ def _parse(body: ChatBody, engine: AsyncLLM, request: Request, prefix: str) -> C
     if tools.enforced and asked.constraint is not None:
         name = asked.field.split(".")[0]
         raise _bad("tool_choice", f"{name} and an enforced tool_choice exclude each other")
-    name = f"{prefix}{request_id_of(request, body.request_id)}"
-    usage = with_usage(body.stream_options, engine.config.server)
-    return ChatCall(body, params, asked, tools, _echo(body), name, model, usage, legacy)
+    return ChatCall(
+        body,
+        params,
+        asked,
+        tools,
+        echo=_echo(body),
+        id=f"{prefix}{visit.id}",
+        model=visit.model,
+        usage=with_usage(body.stream_options, engine.config.server),
+        legacy=legacy,
+    )
 
 
 def _lengths(body: ChatBody) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from jaxengine.front.async_llm import AsyncLLM, RequestStream, off_loop
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.answer.constraints import constraint_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.openai.bodies import (
     Completion,
@@ -24,14 +23,13 @@ from jaxengine.server.openai.bodies import (
 from jaxengine.server.openai.logprobs import completion_logprobs, prompt_logprobs_body
 from jaxengine.server.openai.protocol import (
     CompletionBody,
-    check_fields,
+    checked_params,
     logprobs_count,
-    sampling_params,
     with_usage,
 )
 from jaxengine.server.openapi import reference, streamed
 from jaxengine.server.sse import DONE, event, sse_response
-from jaxengine.server.state import body_size, check_model, engine_of, placement_of, request_id_of
+from jaxengine.server.state import Visit, visit_of
 from jaxengine.server.streams import admit, close_all, final_outputs, merged, unless_hangup
 from jaxengine.text.logprobs import PositionLogprobs
 from jaxengine.text.outputs import CompletionOutput, RequestOutput, Usage, usage
@@ -65,12 +63,14 @@ class _Call:
 )
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue text or token ids; a list of prompts gives n choices for each."""
-    engine = engine_of(request)
-    call = await off_loop(body_size(request), lambda: _check(body, engine, request))
-    placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
+    visit = visit_of(request, body)
+    engine = visit.engine
+    call = await off_loop(visit.size, lambda: _check(body, visit))
     streams = await unless_hangup(
         request,
-        admit(engine, call.prompts, call.params, call.id, body, placement, call.constraint_field),
+        admit(
+            engine, call.prompts, call.params, call.id, body, visit.placement, call.constraint_field
+        ),
     )
     if body.stream:
         return await sse_response(request, _chunks(call, streams, engine), close_all(streams))
@@ -89,9 +89,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     return Response(encode(whole), media_type="application/json")
 
 
-def _check(body: CompletionBody, engine: AsyncLLM, request: Request) -> _Call:
-    model = check_model(request, body.model)
-    check_fields(body)
+def _check(body: CompletionBody, visit: Visit) -> _Call:
     prompts = split_prompts(body.prompt)
     check_sequences(len(prompts), body.n)
     if body.add_special_tokens is not None:
@@ -101,7 +99,7 @@ def _check(body: CompletionBody, engine: AsyncLLM, request: Request) -> _Call:
             else p
             for p in prompts
         ]
-    defaults = engine.default_params
+    defaults = visit.engine.default_params
     score_only = bool(body.echo) and body.max_tokens == 0
     max_tokens = body.max_tokens
     if max_tokens is None:
@@ -109,11 +107,10 @@ def _check(body: CompletionBody, engine: AsyncLLM, request: Request) -> _Call:
     more = {"max_tokens": 1 if score_only else max_tokens, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
-    asked = constraint_of(body)
-    params = sampling_params(body, defaults, asked, **more)
+    params, asked = checked_params(body, defaults, **more)
     count = None if body.logprobs is None else logprobs_count(body.logprobs)
-    name = f"cmpl-{request_id_of(request, body.request_id)}"
-    return _Call(body, prompts, params, asked.field, score_only, count, name, model)
+    name = f"cmpl-{visit.id}"
+    return _Call(body, prompts, params, asked.field, score_only, count, name, visit.model)
 
 
 def split_prompts(prompt: object) -> list[Prompt]:

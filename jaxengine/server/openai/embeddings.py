@@ -15,7 +15,7 @@ from jaxengine.front.async_llm import AsyncLLM, Placement, off_loop
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import EMBEDDING, check_extra
 from jaxengine.server.openapi import answers
-from jaxengine.server.state import check_model, engine_of, placement_of, request_id_of
+from jaxengine.server.state import visit_of
 from jaxengine.server.streams import final_outputs, unless_hangup
 from jaxengine.settings.pooling import pooling_settings
 from jaxengine.text.outputs import EmbeddingOutput
@@ -54,15 +54,14 @@ class EmbeddingBody(BaseModel):
 @router.post("/v1/embeddings", response_model=None, responses=answers(400, 404, 413, 503))
 async def embeddings(body: EmbeddingBody, request: Request) -> Response:
     """One vector for each input: the model's last hidden states, pooled."""
-    engine = engine_of(request)
-    model = check_model(request, body.model)
+    visit = visit_of(request, body)
+    engine, model = visit.engine, visit.model
     check_extra(body.model_extra, EMBEDDING)
     check_form(body)
     prompts = prompts_of(body)
     if body.dimensions is not None and not body.dimensions >= 1:
         raise ApiError(400, "dimensions must be at least 1", param="dimensions")
-    placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
-    name = request_id_of(request, body.request_id)
+    placement, name = visit.placement, visit.id
     work = embed_all(engine, body, prompts, name, placement)
     outputs = await unless_hangup(request, work)
     count = sum(len(output.prompt_token_ids) for output in outputs)

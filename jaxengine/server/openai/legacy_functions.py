@@ -20,8 +20,10 @@ def uses_functions(body: ChatBody) -> bool:
     return bool(body.functions) or body.function_call not in (None, "none", "auto")
 
 
-def with_tools(body: ChatBody) -> ChatBody:
-    """The same request in terms of tools. Raises ApiError 400."""
+def in_terms_of_tools(body: ChatBody) -> tuple[ChatBody, bool]:
+    """The same request without functions, and whether it had any. Raises ApiError 400."""
+    if not uses_functions(body):
+        return body, False
     if body.tools or body.tool_choice is not None:
         raise _bad("functions", "functions and tools exclude each other")
     if not body.functions:
@@ -36,12 +38,13 @@ def with_tools(body: ChatBody) -> ChatBody:
         )
     tools = [{"type": "function", "function": function} for function in body.functions]
     changes: dict[str, Any] = {"tools": tools, "tool_choice": asked, "parallel_tool_calls": False}
-    return body.model_copy(update=changes)
+    return body.model_copy(update=changes), True
 
 
 @contextmanager
-def in_terms_of_functions(used: bool) -> Iterator[None]:
-    """With `used`, errors about tools become errors about functions."""
+def errors_as_asked(body: ChatBody) -> Iterator[None]:
+    """Errors about tools become errors about functions where the body has these."""
+    used = uses_functions(body)
     try:
         yield
     except ApiError as error:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from jaxengine.config import ServerConfig
 from jaxengine.sampling_params import SamplingParams
-from jaxengine.server.answer.constraints import Asked
+from jaxengine.server.answer.constraints import Asked, constraint_of
 from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import COMPLETION, check_extra
 
@@ -149,8 +149,7 @@ class DetokenizeBody(BaseModel):
     tokens: list[int]
 
 
-def check_fields(body: SamplingBody) -> None:
-    """Refuse what is known but not supported (ApiError 400)."""
+def _check_fields(body: SamplingBody) -> None:
     taken = ("best_of",) if (body.model_extra or {}).get("best_of") == (body.n or 1) else ()
     check_extra(body.model_extra, COMPLETION, taken)
     if body.stream_options is not None and not body.stream:
@@ -165,15 +164,20 @@ def with_usage(options: StreamOptions | None, config: ServerConfig) -> tuple[boo
     return asked, asked and bool(options and options.continuous_usage_stats)
 
 
-def sampling_params(
-    body: SamplingBody, defaults: SamplingParams, asked: Asked, **more: Any
-) -> SamplingParams:
-    """The body's values over `defaults` (the model's), with `more` on top. Not yet validated."""
+def checked_params(
+    body: SamplingBody, defaults: SamplingParams, **more: Any
+) -> tuple[SamplingParams, Asked]:
+    """The body's values over `defaults` (the model's), with `more` on top, and its constraint with
+    the field it came in by. What depends on the model is not validated yet. Raises ApiError 400 for
+    a field that is known but not served, or a malformed constraint; RequestError for a value that
+    no model could be asked for."""
+    _check_fields(body)
+    asked = constraint_of(body)
     given = {name: getattr(body, name) for name in _SAMPLING}
     chosen = {name: getattr(defaults, name) for name in SamplingParams.__struct_fields__}
     chosen |= {name: value for name, value in given.items() if value is not None}
     chosen["structured_outputs"] = asked.constraint
-    return SamplingParams(**(chosen | more))
+    return SamplingParams(**(chosen | more)), asked
 
 
 def logprobs_count(value: int | float) -> int:

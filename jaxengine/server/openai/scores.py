@@ -18,7 +18,7 @@ from jaxengine.server.errors import ApiError
 from jaxengine.server.fields import EMBEDDING, SCORE, check_extra
 from jaxengine.server.openai.embeddings import EmbeddingBody, embed_all, prompts_of
 from jaxengine.server.openapi import answers
-from jaxengine.server.state import check_model, engine_of, placement_of, request_id_of
+from jaxengine.server.state import check_model, request_id_of, visit_of
 from jaxengine.server.streams import unless_hangup
 from jaxengine.text.outputs import EmbeddingOutput
 from jaxengine.validation import MAX_PROMPTS, RequestError
@@ -206,11 +206,9 @@ def _embedding_body(
 
 
 async def _embed(body: EmbeddingBody, request: Request) -> list[EmbeddingOutput]:
-    engine = engine_of(request)
-    placement = placement_of(request, body.data_parallel_rank, body.user, body.session_id)
-    name = request_id_of(request, body.request_id)
+    visit = visit_of(request, body)
     prompts = prompts_of(body, 2 * MAX_PROMPTS)  # of two lists
-    work = embed_all(engine, body, prompts, name, placement)
+    work = embed_all(visit.engine, body, prompts, visit.id, visit.placement)
     return await unless_hangup(request, work)
 
 
