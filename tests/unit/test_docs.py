@@ -234,3 +234,18 @@ def test_no_file_is_split_off_only_to_be_short() -> None:
             name = path.relative_to(ROOT / "jaxengine").as_posix()
             count = len(path.read_text().splitlines())
             assert count >= 40 or path.name == "__init__.py" or name in SHORT, f"{name}: {count}"
+
+
+def test_the_walks_name_functions_that_are_there() -> None:
+    text = page("docs/architecture.md")
+    walks = re.findall(r"^```text\n(.+?)^```", text[text.index("### Three walks") :], re.M | re.S)
+    assert len(walks) >= 3
+    for line in "".join(walks[:3]).splitlines():
+        name, functions = line.split(maxsplit=1)
+        tree = ast.parse((ROOT / "jaxengine" / name).read_text())
+        defined = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        assert set(re.split(r", | or ", functions)) <= defined, line
