@@ -164,9 +164,9 @@ class OffloadingConnector:
                 self._loading[key] = self._loading.get(key, 0) + 1
         counters.add("host_hits", sum(len(names) for _, _, _, names in pinned))
 
-    def build_step(self, plan: StepPlan, new_blocks: list[int]) -> OffloadStep | None:
-        """The transfers to dispatch before the plan's forward pass. `new_blocks` need no fence of
-        their own: stores of their old contents are dispatched before whatever overwrites them."""
+    def build_step(self, plan: StepPlan) -> OffloadStep | None:
+        """The transfers to dispatch before the plan's forward pass: stores of a block's old
+        contents come before what overwrites them, so that new owners need no fence."""
         if self.config.stores and self.config.policy is OffloadPolicy.BLOCK_LEVEL:
             self._store_computed(plan)
         return self.take_step()

@@ -41,11 +41,11 @@ class KVConnector(Protocol):
         """
         ...
 
-    def build_step(self, plan: StepPlan, new_blocks: list[int]) -> object:
+    def build_step(self, plan: StepPlan) -> object:
         """End of schedule(): opaque data for the device side, goes into `plan.connector_meta`.
 
-        `new_blocks` were given to new owners since the last call: transfers that still read them
-        must end before the step's forward pass.
+        Transfers that read blocks which the plan gave to new owners are dispatched before its
+        forward pass.
         """
         ...
 

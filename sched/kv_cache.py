@@ -55,7 +55,6 @@ class KVCache:
         self._root = root_hash(config.prefix_caching_hash_algo, config.hash_seed)
         # Blocks registered by steps whose result is not here: (step, blocks).
         self._uncertain: deque[tuple[int, list[int]]] = deque()
-        self.new_blocks: list[int] = []  # taken since the connector was last told
 
     # -- capacity ---------------------------------------------------------------------------
 
@@ -184,9 +183,7 @@ class KVCache:
         if (want - have) * len(self.windows) > self.pool.num_free:
             return False
         for rows in self.block_tables:
-            blocks = self.pool.take(want - have)
-            rows[slot, have:want] = blocks
-            self.new_blocks += blocks
+            rows[slot, have:want] = self.pool.take(want - have)
         self.table.num_blocks[slot] = want
         return True
 
@@ -202,9 +199,7 @@ class KVCache:
         before = np.repeat(np.cumsum(want - have) - want, want - have)
         index = np.arange(total) - before
         for rows in self.block_tables:
-            blocks = self.pool.take(total)
-            rows[owner, index] = blocks
-            self.new_blocks += blocks
+            rows[owner, index] = self.pool.take(total)
         self.table.num_blocks[slots] = want
         return True
 

@@ -191,8 +191,7 @@ class Scheduler:
         )
         state.new, state.preempted = [], []
         if state.connector is not None:
-            plan.connector_meta = state.connector.build_step(plan, state.kv.new_blocks)
-        state.kv.new_blocks = []
+            plan.connector_meta = state.connector.build_step(plan)
         return plan
 
     # -- pause, reset, faults ---------------------------------------------------------------

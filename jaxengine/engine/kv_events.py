@@ -6,23 +6,26 @@ that is left out was lost here. Frames, batches and replays (`kv_event_replay`) 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
 import time
+from typing import Any
 
+import msgspec
 import zmq
 
 from jaxengine.engine.kv_event_replay import Replays, Socket, number
-from jaxengine.engine.kv_event_wire import encode_batch
 from jaxengine.offload.addresses import is_local, numbered
 from jaxengine.offload.counters import Counters
 from jaxengine.offload.seldom import SeldomLog
-from jaxengine.sched.kv_events import KVEvent
+from jaxengine.sched.kv_events import BlockStored, KVEvent
 from jaxengine.settings.kv_events import _NAME, MAX_REQUEST_BYTES, KVEventsConfig
 
 log = logging.getLogger(__name__)
 
+_msgpack = msgspec.msgpack.Encoder().encode
 PAUSE = 0.01  # seconds; how often a client that reads slowly is tried again
 
 
@@ -136,7 +139,7 @@ class KVEventPublisher:
             sequence = self._next + left_out
             self._next = sequence + 1
             try:
-                payload = self._encode(at, events)
+                payload = encode_batch(at, events, self._rank)
                 self._pub.send_multipart([self._topic, number(sequence), payload])
             except Exception:  # noqa: BLE001 - one batch must not end all
                 self._drop("kv events: a batch could not be sent", trace=True)
@@ -145,9 +148,6 @@ class KVEventPublisher:
                 self._replay.keep(sequence, payload)
             self.counts.add("kv_events_published")
         return True
-
-    def _encode(self, at: float, events: list[KVEvent]) -> bytes:
-        return encode_batch(at, events, self._rank)
 
     def _answer(self, replay: Replays, asked: bool) -> int | None:
         """Take a request and go on with the replays. Returns how many milliseconds may pass until
@@ -181,3 +181,16 @@ def _bind(socket: Socket, endpoint: str, rank: int) -> str:
     if not is_local(address):
         log.warning("kv events: whoever reaches %s can read the tokens of all prompts", address)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def encode_batch(at: float, events: list[KVEvent], rank: int) -> bytes:
+    """The payload of one message, as vLLM's subscribers read it: an array of time (seconds since
+    the epoch), events and rank; an event is a map by field name whose `type` names it."""
+    return _msgpack([at, [_fields(event) for event in events], rank])
+
+
+def _fields(event: KVEvent) -> dict[str, Any]:
+    fields: dict[str, Any] = {"type": type(event).__name__, **dataclasses.asdict(event)}
+    if isinstance(event, BlockStored):  # there are no adapters, but subscribers want the fields
+        fields["lora_id"] = fields["lora_name"] = None
+    return fields

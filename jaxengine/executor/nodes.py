@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from jaxengine.config import EngineConfig, ParallelConfig
-from jaxengine.executor.worker_messages import Array, Call, Sample, Stop, Submit, WireBatch
+from jaxengine.executor.worker_messages import Call, Sample, Stop, Submit, decoder, encode
 from jaxengine.sched.batch import Bucket
 from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import Int32, StepResult
@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 JOIN_SECONDS = 600  # all nodes load and compile first
 _POLL_MS = 1000
 _MOST_BYTES = 4096  # of what a node says to node 0: its digest
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Submit | Sample | Call | Stop).decode
+_decode = decoder(Submit | Sample | Call | Stop)
 
 
 def join_nodes(parallel: ParallelConfig) -> None:
@@ -124,7 +123,7 @@ class LeadingExecutor:
                 missing.discard(name)
 
     def _tell(self, command: Submit | Sample | Call | Stop) -> None:
-        data = _encode(command)
+        data = encode(command)
         for name in self._others:
             self._socket.send_multipart([name, data])
 
@@ -141,11 +140,11 @@ class LeadingExecutor:
 
     def submit(self, batch: Batch) -> tuple[int, Handle]:
         self._steps += 1
-        self._tell(Submit(self._steps, WireBatch.of(batch)))
+        self._tell(Submit(self._steps, batch))
         return self._steps, self._runner.submit(batch)
 
     def sample(self, handle: tuple[int, Handle], mask: Int32) -> None:
-        self._tell(Sample(handle[0], Array.of(mask)))
+        self._tell(Sample(handle[0], mask))
         self._runner.sample(handle[1], mask)
 
     def result(self, handle: tuple[int, Handle]) -> list[StepResult]:
@@ -229,11 +228,11 @@ def _follow(runner: Any, socket: Any, monitor: Any) -> int:
             continue
         match _decode(socket.recv()):
             case Submit(step=step, batch=batch):
-                handle = runner.submit(batch.batch())
+                handle = runner.submit(batch)
                 if handle.batch.masked:
                     masked[step] = handle
             case Sample(step=step, mask=mask):
-                runner.sample(masked.pop(step), mask.numpy())
+                runner.sample(masked.pop(step), mask)
             case Call(method="reset"):
                 masked.clear()
                 runner.reset()

@@ -15,7 +15,6 @@ from jaxengine.executor.facts import Facts
 from jaxengine.executor.inject import Injector, carry_out
 from jaxengine.executor.worker_messages import (
     Answer,
-    Array,
     Call,
     Compile,
     OpenSpeculation,
@@ -32,7 +31,6 @@ from jaxengine.executor.worker_messages import (
     Submit,
     Transfer,
     TransfersDone,
-    WireBatch,
     keys_of,
 )
 from jaxengine.executor.worker_process import PeerFailed, WorkerDied, WorkerError, WorkerProcess
@@ -234,11 +232,11 @@ class WorkerExecutor:
             map(self._is_ready, keys_of(batch, self._is_ready))
         )
         self._chooser.count(self._verify_chooser.outcome(batch.bucket))
-        self._process.send(Submit(step, WireBatch.of(batch), fault))
+        self._process.send(Submit(step, batch, fault))
         return step
 
     def sample(self, handle: Any, mask: Int32) -> None:
-        self._process.send(Sample(handle, Array.of(mask)))
+        self._process.send(Sample(handle, mask))
 
     def result(self, handle: Any) -> list[StepResult]:
         """Raises WorkerError when the step failed in the worker, WorkerDied when that is gone or
@@ -255,7 +253,7 @@ class WorkerExecutor:
         done = self._results.pop(handle, None)
         if done is None:
             raise self._failure()
-        return [result.result() for result in done.results]
+        return done.results
 
     def _lost(self, step: int) -> bool:
         return self._failed is not None and self._failed.step <= step

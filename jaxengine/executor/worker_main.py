@@ -41,7 +41,6 @@ from jaxengine.executor.worker_messages import (
     Submit,
     Transfer,
     TransfersDone,
-    WireResult,
 )
 from jaxengine.sched.executor import Verifier
 
@@ -176,7 +175,7 @@ class _Worker:
         self._programs.look()
 
     def _submit(self, message: Submit) -> None:
-        batch = message.batch.batch()
+        batch = message.batch
         fault = message.fault
         if fault is not None and fault.kind != "oom":
             carry_out(fault)
@@ -190,7 +189,7 @@ class _Worker:
 
     def _sample(self, message: Sample) -> None:
         handle = self._handles.pop(message.step)
-        self._executor.sample(handle, message.mask.numpy())
+        self._executor.sample(handle, message.mask)
         self._sampled.put((message.step, handle))
 
     def _send_results(self) -> None:
@@ -199,7 +198,7 @@ class _Worker:
             if not self._is_void(step):  # those before it still count
                 try:
                     results = self._executor.result(handle)
-                    self._channel.send(StepDone(step, [WireResult.of(r) for r in results]))
+                    self._channel.send(StepDone(step, results))
                 except Exception as error:  # noqa: BLE001 - the engine learns of it and decides
                     self._fail(step, error)
             del handle

@@ -6,7 +6,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -17,101 +16,40 @@ from jaxengine.config import EngineConfig
 from jaxengine.executor.facts import Facts
 from jaxengine.offload.jobs import Done, OffloadStep
 from jaxengine.offload.layout import KVLayout
-from jaxengine.sched.batch import Bucket
 from jaxengine.sched.executor import Batch
-from jaxengine.sched.plan import StepResult
+from jaxengine.sched.plan import Int32, StepResult
 from jaxengine.sched.shapes import ProgramKey, sampler_of
 from jaxengine.settings.faults import Fault
 
+# -- arrays ---------------------------------------------------------------------------------
 
-class Array(msgspec.Struct, array_like=True):
+
+class _Array(msgspec.Struct, array_like=True):
     """A NumPy array as raw bytes; reading one makes no copy."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
 
-    @staticmethod
-    def of(array: NDArray[Any]) -> Array:
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        return Array(array.dtype.str, array.shape, flat.data)
 
-    def numpy(self) -> NDArray[Any]:
-        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
-
-
-class WireBatch(msgspec.Struct, array_like=True):
-    """`sched.executor.Batch`."""
-
-    bucket: Bucket
-    blob: Array
-    sampler_rows: int
-    rows_blob: Array
-    num_rows: tuple[int, ...]
-    seeds: list[Array]
-    want_logprobs: bool
-    masked: bool
-    prompt_rows: list[tuple[int, int, int, int]]
-    prompt_targets: Array | None
-    pool_index: Array | None
-
-    @staticmethod
-    def of(batch: Batch) -> WireBatch:
-        targets, index = batch.prompt_targets, batch.pool_index
-        return WireBatch(
-            batch.bucket,
-            Array.of(batch.blob),
-            batch.sampler_rows,
-            Array.of(batch.rows_blob),
-            batch.num_rows,
-            [Array.of(seed) for seed in batch.seeds],
-            batch.want_logprobs,
-            batch.masked,
-            batch.prompt_rows,
-            None if targets is None else Array.of(targets),
-            None if index is None else Array.of(index),
-        )
-
-    def batch(self) -> Batch:
-        targets, index = self.prompt_targets, self.pool_index
-        return Batch(
-            self.bucket,
-            self.blob.numpy(),
-            self.sampler_rows,
-            self.rows_blob.numpy(),
-            self.num_rows,
-            [seed.numpy() for seed in self.seeds],
-            self.want_logprobs,
-            self.masked,
-            self.prompt_rows,
-            None if targets is None else targets.numpy(),
-            None if index is None else index.numpy(),
-        )
+def _to_wire(value: Any) -> _Array:
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"{type(value).__name__} does not go over the socket")
+    flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return _Array(value.dtype.str, value.shape, flat.data)
 
 
-class WireResult(msgspec.Struct, array_like=True):
-    """`sched.plan.StepResult`: its arrays in the order of the fields, and the prompt's by row."""
-
-    arrays: list[Array | None]
-    prompt: list[tuple[int, Array, Array, Array]]
-
-    @staticmethod
-    def of(result: StepResult) -> WireResult:
-        arrays = [getattr(result, name) for name in _RESULT_ARRAYS]
-        return WireResult(
-            [None if array is None else Array.of(array) for array in arrays],
-            [(row, *map(Array.of, part)) for row, part in result.prompt_logprobs.items()],  # type: ignore[misc]
-        )
-
-    def result(self) -> StepResult:
-        arrays = [None if array is None else array.numpy() for array in self.arrays]
-        fields: dict[str, Any] = dict(zip(_RESULT_ARRAYS, arrays, strict=True))
-        prompt = {row: (a.numpy(), b.numpy(), c.numpy()) for row, a, b, c in self.prompt}
-        return StepResult(**fields, prompt_logprobs=prompt)
+def _from_wire(kind: Any, value: Any) -> NDArray[Any]:
+    found = msgspec.convert(value, _Array)
+    return np.frombuffer(found.data, found.dtype).reshape(found.shape)
 
 
-# All of its arrays: a field that is missing here would be lost on the way.
-_RESULT_ARRAYS = tuple(f.name for f in fields(StepResult) if f.name != "prompt_logprobs")
+encode = msgspec.msgpack.Encoder(enc_hook=_to_wire).encode
+
+
+def decoder(kinds: Any) -> Callable[[Any], Any]:
+    """Reads messages of these kinds (a union), with the arrays in them."""
+    return msgspec.msgpack.Decoder(kinds, dec_hook=_from_wire).decode
 
 
 # -- engine -> worker -----------------------------------------------------------------------
@@ -126,13 +64,13 @@ class Start(msgspec.Struct, tag=True):
 
 class Submit(msgspec.Struct, tag=True):
     step: int
-    batch: WireBatch
+    batch: Batch
     fault: Fault | None = None  # to fail of, for drills
 
 
 class Sample(msgspec.Struct, tag=True):
     step: int
-    mask: Array
+    mask: Int32
 
 
 class Call(msgspec.Struct, tag=True):
@@ -208,7 +146,7 @@ class StartFailed(msgspec.Struct, tag=True):
 
 class StepDone(msgspec.Struct, tag=True):
     step: int
-    results: list[WireResult]
+    results: list[StepResult]
 
 
 class StepFailed(msgspec.Struct, tag=True):
@@ -245,7 +183,6 @@ Reply = Started | StartFailed | StepDone | StepFailed | Answer | Programs | Tran
 
 
 _LENGTH = struct.Struct("<Q")
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Channel[Received]:
@@ -255,11 +192,11 @@ class Channel[Received]:
         """`received`: the union of messages that come in."""
         self._socket = sock
         self._lock = threading.Lock()
-        self._decode = msgspec.msgpack.Decoder(received).decode
+        self._decode = decoder(received)
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises OSError when the other end is gone, or does not read for too long."""
-        payload = _encode(message)
+        payload = encode(message)
         with self._lock:
             self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
 

@@ -22,8 +22,7 @@ import zmq.asyncio
 from jaxengine.config import EngineConfig
 from jaxengine.engine.fault.silence import Silence
 from jaxengine.engine.process import EngineLaunch, run_engine
-from jaxengine.front.calls import answer_call, fail_all
-from jaxengine.front.join import MOST_OUTPUTS, join_outputs
+from jaxengine.front.messages_in import MOST_OUTPUTS, answer_call, fail_all, join_outputs
 from jaxengine.front.ranks.spawning import error_class, spawn_environment, without_main
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import (

@@ -25,7 +25,6 @@ from jaxengine.server import sockets
 from jaxengine.server.hosts import is_loopback
 from jaxengine.server.http_protocol import BoundedProtocol
 from jaxengine.server.keys import keys_of
-from jaxengine.server.startup import startup_table
 from jaxengine.vllm_names import note_vllm_environment
 from jaxengine.wire import frames as wire
 from jaxengine.wire.messages import EngineReady
@@ -263,3 +262,15 @@ def describe(metrics: Metrics, config: EngineConfig, ready: EngineReady) -> None
             "max_model_len": str(ready.max_model_len),
         }
     )
+
+
+def startup_table(ready: EngineReady, num_engines: int, began: float) -> str:
+    """Lines of name and value: what the engine reports (weights, KV cache, programs), and seconds
+    since `began` (time.monotonic)."""
+    rows = {"engines": str(num_engines), "context": f"{ready.max_model_len} tokens"}
+    rows["KV blocks"] = f"{ready.num_blocks} of {ready.block_size} tokens"
+    rows["KV tokens"] = str(ready.num_blocks * ready.block_size)
+    rows |= {name: value for name, value in ready.info.items() if name not in rows}
+    rows["start"] = f"{time.monotonic() - began:.1f} seconds"
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())

@@ -219,12 +219,10 @@ def test_the_loop_is_as_short_as_the_page_says() -> None:
 SHORT = {
     "engine/fault/outbox.py",
     "engine/fault/silence.py",
-    "engine/kv_event_wire.py",
     "engine/crash_note.py",
     "server/page.py",
-    "server/startup.py",
+    "server/run.py",
     "server/memory.py",
-    "front/calls.py",
 }
 
 

@@ -13,9 +13,9 @@ import zmq.asyncio
 
 from jaxengine.config import EngineConfig
 from jaxengine.engine.fault.silence import TICK, Silence
-from jaxengine.front.calls import answer_call, fail_all
 from jaxengine.front.client import EngineDeadError, EngineStartError
 from jaxengine.front.hub import messages as hub
+from jaxengine.front.messages_in import answer_call, fail_all
 from jaxengine.front.ranks.balancer import ANYWHERE, Placement
 from jaxengine.front.ranks.placing import Placer, Watcher
 from jaxengine.settings.fault import silence_limit

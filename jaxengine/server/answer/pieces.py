@@ -17,40 +17,21 @@ from jaxengine.server.answer.render import render
 from jaxengine.server.answer.tools import tool_choice
 from jaxengine.server.errors import ApiError, to_api_error
 from jaxengine.server.openai.bodies import ChatLogprob, ChatLogprobs, Delta, Message
-from jaxengine.server.openai.protocol import ChatBody
+from jaxengine.server.openai.protocol import SAMPLING, ChatBody
 from jaxengine.server.state import check_length
 from jaxengine.text.chat_template import ChatTemplateError
 from jaxengine.validation import RequestError
 
 # fields beyond those of the two APIs, taken as in chat completions
 SAMPLING_FIELDS = (
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
+    *(name for name in SAMPLING if name not in ("n", "temperature", "top_p", "prompt_logprobs")),
     "structured_outputs",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "stream_interval",
     "session_id",
     "request_id",
     "include_reasoning",
     "priority",
     "cache_salt",
     "chat_template_kwargs",
-    "thinking_token_budget",
     "data_parallel_rank",
 )
 

@@ -16,33 +16,6 @@ from jaxengine.server.fields import COMPLETION, check_extra
 
 Number = int | float | None  # JSON's 1e3 is a float; validation takes integral ones
 
-_SAMPLING = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "thinking_token_budget",
-    "stream_interval",
-)
-
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
@@ -100,6 +73,15 @@ class SamplingBody(BaseModel):
     session_id: str | None = None
     request_id: str | None = None
     data_parallel_rank: int | None = None
+
+
+# The fields that are sampling parameters as they stand; the constraint has many forms, and what
+# max_tokens may be differs by API.
+SAMPLING = tuple(
+    name
+    for name in SamplingBody.model_fields
+    if name in SamplingParams.__struct_fields__ and name not in ("max_tokens", "structured_outputs")
+)
 
 
 class CompletionBody(SamplingBody):
@@ -173,7 +155,7 @@ def checked_params(
     no model could be asked for."""
     _check_fields(body)
     asked = constraint_of(body)
-    given = {name: getattr(body, name) for name in _SAMPLING}
+    given = {name: getattr(body, name) for name in SAMPLING}
     chosen = {name: getattr(defaults, name) for name in SamplingParams.__struct_fields__}
     chosen |= {name: value for name, value in given.items() if value is not None}
     chosen["structured_outputs"] = asked.constraint

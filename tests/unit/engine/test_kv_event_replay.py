@@ -13,7 +13,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxengine.engine import kv_event_replay
+from jaxengine.engine import kv_event_replay, kv_events
 from jaxengine.engine.kv_event_replay import END
 from jaxengine.engine.kv_events import KVEventPublisher
 from jaxengine.sched.kv_events import AllBlocksCleared, BlockStored, KVEvent
@@ -137,14 +137,14 @@ def test_the_greatest_number_and_one_beyond_the_last(publisher: KVEventPublisher
 def test_a_failure_costs_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number is left out, so that subscribers notice."""
     made = make()
-    real = made._encode
+    real = kv_events.encode_batch
 
-    def encode(at: float, events: list[KVEvent]) -> bytes:
+    def encode(at: float, events: list[KVEvent], rank: int) -> bytes:
         if len(events) == 2:
             raise OverflowError("made to fail")
-        return real(at, events)
+        return real(at, events, rank)
 
-    monkeypatch.setattr(made, "_encode", encode)
+    monkeypatch.setattr(kv_events, "encode_batch", encode)
     for count in (1, 2, 1):
         made.publish([AllBlocksCleared()] * count)
     asker = Asker(made)
@@ -241,16 +241,18 @@ def test_the_number_of_replays_at_once_is_bounded(monkeypatch: pytest.MonkeyPatc
     made.close()
 
 
-def test_more_than_the_queue_holds_is_a_gap_in_the_numbers() -> None:
+def test_more_than_the_queue_holds_is_a_gap_in_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = make(max_queue_size=4)
     gate = threading.Event()
-    real = made._encode
+    real = kv_events.encode_batch
 
-    def encode(at: float, events: list[KVEvent]) -> bytes:
+    def encode(at: float, events: list[KVEvent], rank: int) -> bytes:
         assert gate.wait(20)
-        return real(at, events)
+        return real(at, events, rank)
 
-    made._encode = encode  # type: ignore[method-assign]
+    monkeypatch.setattr(kv_events, "encode_batch", encode)
     made.publish(stored(0))
     wait_until(lambda: made._queue.qsize() == 0)  # the thread has it
     for tokens in range(1, 11):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxengine.front.join import join_outputs
+from jaxengine.front.messages_in import join_outputs
 from jaxengine.wire.messages import EngineOutput, EngineOutputs, EngineStats, TokenLogprobs
 
 

@@ -16,7 +16,6 @@ class HostCache:
     def __init__(self, size: int) -> None:
         self.size, self.loads, self.finished = size, [], []  # type: ignore[var-annotated]
         self.answer: int | None = size
-        self.new_blocks: list[int] = []
 
     def on_new_request(self, request: Request) -> None:
         assert request.status is RequestStatus.WAITING
@@ -30,8 +29,7 @@ class HostCache:
         if num_external:
             self.loads.append((request.request_id, len(block_ids[0]), num_local, num_external))
 
-    def build_step(self, plan: StepPlan, new_blocks: list[int]) -> object:
-        self.new_blocks = new_blocks
+    def build_step(self, plan: StepPlan) -> object:
         return "meta"
 
     def take_finished_loads(self) -> list[LoadResult]:
@@ -63,7 +61,7 @@ def test_external_load_then_prefill_of_the_rest() -> None:
     cache.finished = [LoadResult("a", 8), LoadResult("unknown", 4)]
     plan = planned(scheduler)
     assert (plan.start.tolist(), plan.num_new.tolist()) == ([8], [6])
-    assert plan.connector_meta == "meta" and len(cache.new_blocks) == 4
+    assert plan.connector_meta == "meta"
     assert r.num_cached_tokens == 8 and plan.new_requests == [r]
     answer(scheduler, plan)
     twin = request("a", 14, 2)

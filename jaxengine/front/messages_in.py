@@ -1,15 +1,19 @@
-"""Joins messages of an engine that the front has not got to yet: one that lags behind handles
-fewer, longer deltas instead of falling further back."""
+"""Messages of engines on their way in: outputs joined while the front lags, and calls answered."""
 
 from __future__ import annotations
 
-from jaxengine.wire.messages import EngineOutput, EngineOutputs
+from asyncio import Future
+from collections.abc import Iterable
+from typing import Any
+
+from jaxengine.wire.messages import EngineOutput, EngineOutputs, UtilityResult
 
 MOST_OUTPUTS = 4096  # of one joined message
 
 
 def join_outputs(first: EngineOutputs, second: EngineOutputs) -> EngineOutputs:
-    """Both as one message of the same engine, each request's outputs joined; may change both."""
+    """Both as one message of the same engine, each request's outputs joined; may change both. A
+    front that lags behind so handles fewer, longer deltas instead of falling further back."""
     at = {output.request_id: output for output in first.outputs}
     for output in second.outputs:
         before = at.get(output.request_id)
@@ -39,3 +43,21 @@ def _append(before: EngineOutput, after: EngineOutput) -> None:
     before.num_preemptions = max(before.num_preemptions, after.num_preemptions)
     before.finish_reason = after.finish_reason
     before.stop_reason, before.error = after.stop_reason, after.error
+
+
+def answer_call(calls: dict[int, Future[Any]], result: UtilityResult) -> None:
+    """Give the result to its caller: a RuntimeError when the engine told an error."""
+    future = calls.pop(result.call_id, None)
+    if future is None or future.done():
+        return
+    if result.error is None:
+        future.set_result(result.result)
+    else:
+        future.set_exception(RuntimeError(result.error))
+
+
+def fail_all(waiting: Iterable[Future[Any]], error: Exception) -> None:
+    """End with `error` what has not ended."""
+    for future in waiting:
+        if not future.done():
+            future.set_exception(error)
