@@ -62,12 +62,14 @@ def assemble(config: EngineConfig) -> Parts:
             drafts = speculator_of(config, executor, facts, speculation)
         transfers = Transfers(config, executor, facts)
         undo.callback(transfers.close)
+        peers = _peers(config, executor)
+        undo.callback(peers.close)
         parts = Parts(
             executor=executor,
             facts=facts,
             # With fault tolerance the device is another process's, and this one holds no JAX.
             process=executor if isinstance(executor, WorkerExecutor) else InProcess(),
-            peers=_peers(config, executor),
+            peers=peers,
             events=events,
             speculation=drafts,
             packers=[

@@ -24,32 +24,33 @@ from jaxengine.settings.faults import Fault
 # -- arrays ---------------------------------------------------------------------------------
 
 
-class _Array(msgspec.Struct, array_like=True):
-    """A NumPy array as raw bytes; reading one makes no copy."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
+_BYTES = 1  # code of msgpack's extension type for an array's bytes, which is read without a copy
 
 
-def _to_wire(value: Any) -> _Array:
+def _to_wire(value: Any) -> tuple[str, tuple[int, ...], msgspec.msgpack.Ext]:
+    """Type, shape and bytes of an array."""
     if not isinstance(value, np.ndarray):
-        raise NotImplementedError(f"{type(value).__name__} does not go over the socket")
+        raise TypeError(f"{type(value).__name__} does not go over the socket")
     flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    return _Array(value.dtype.str, value.shape, flat.data)
+    return value.dtype.str, value.shape, msgspec.msgpack.Ext(_BYTES, flat.data)
 
 
 def _from_wire(kind: Any, value: Any) -> NDArray[Any]:
-    found = msgspec.convert(value, _Array)
-    return np.frombuffer(found.data, found.dtype).reshape(found.shape)
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _bytes(code: int, data: memoryview) -> memoryview:
+    assert code == _BYTES
+    return data
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_to_wire).encode
 
 
 def decoder(kinds: Any) -> Callable[[Any], Any]:
-    """Reads messages of these kinds (a union), with the arrays in them."""
-    return msgspec.msgpack.Decoder(kinds, dec_hook=_from_wire).decode
+    """Reads messages of these kinds (a union); their arrays are views of the message."""
+    return msgspec.msgpack.Decoder(kinds, dec_hook=_from_wire, ext_hook=_bytes).decode
 
 
 # -- engine -> worker -----------------------------------------------------------------------

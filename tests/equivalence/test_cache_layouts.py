@@ -12,6 +12,7 @@ from jaxengine.models.families import spec_from_config
 from jaxengine.pallas_kernels import device
 from jaxengine.parallel.layout import StepLayout
 from jaxengine.runner.attention import choose_attention
+from jaxengine.runner.model_runner import ModelRunner
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,7 +38,8 @@ def test_same_ids(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head_major = StepLayout(cache="head_major", attention_backend="xla")
     monkeypatch.setattr(build, "choose_attention", lambda *a: (head_major, 16))
     other = engine(model=model, seed=1, **TIGHT_16)
-    assert len(other.executor._state.kv[0]) == 1  # type: ignore[attr-defined]
+    assert isinstance(other.executor, ModelRunner) and other.executor._state is not None
+    assert len(other.executor._state.kv[0]) == 1
     got = run(other, requests)
     assert {n: s.ids for n, s in got.items()} == {n: s.ids for n, s in plain.items()}
 

@@ -9,7 +9,8 @@ import numpy as np
 from engine_runs import engine, oracle_engine, request, run
 
 from jaxengine.engine.core import EngineCore
-from jaxengine.runner.programs import Key
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.programs import Key, Programs
 
 LAZY: dict[str, Any] = {
     "model": "llama",
@@ -20,9 +21,13 @@ LAZY: dict[str, Any] = {
 PROMPTS = [[7, 8, 9, 10], [50 + i for i in range(23)]]
 
 
+def programs_of(core: EngineCore) -> Programs:
+    assert isinstance(core.executor, ModelRunner)
+    return core.executor.programs
+
+
 def samplers(core: EngineCore) -> set[Key]:
-    programs = core.executor.programs  # type: ignore[attr-defined]
-    return {key for key in programs._futures if key.kind in ("sample", "greedy")}
+    return {key for key in programs_of(core)._futures if key.kind in ("sample", "greedy")}
 
 
 def test_greedy_steps_do_not_wait_for_the_whole_sampler() -> None:
@@ -45,7 +50,7 @@ def test_greedy_steps_do_not_wait_for_the_whole_sampler() -> None:
     assert {key.kind for key in samplers(core) - before} == {"sample"}
     run(core, [request(str(i), p, temperature=1.0) for i, p in enumerate(PROMPTS)])
 
-    programs = core.executor.programs  # type: ignore[attr-defined]
+    programs = programs_of(core)
     compiled = programs.num_compiled
     ids_now, values_now = greedy()  # with the whole one
     assert ids_now == ids
@@ -60,7 +65,7 @@ def test_a_prompt_goes_through_the_decode_program_token_by_token() -> None:
     requests = [request(str(i), prompt) for i, prompt in enumerate(PROMPTS)]
     requests += [request("scored", PROMPTS[0], prompt_logprobs=3)]
     seen = run(core, requests[:2])
-    programs = core.executor.programs  # type: ignore[attr-defined]
+    programs = programs_of(core)
     assert {key.size.decode_only for key in programs._futures if key.kind == "forward"} == {True}
     assert [len(one.ids) for one in seen.values()] == [8, 8]
     oracle = run(oracle_engine(), requests)

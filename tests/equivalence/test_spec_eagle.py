@@ -8,6 +8,7 @@ import pathlib
 import random
 import re
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -86,7 +87,7 @@ def test_random_mixes(form: str, tmp_path: pathlib.Path) -> None:
     requests = [
         request(f"{i}", [*shared[: 10 * i], *prompt_of(rng, 9 + 6 * i)], max_tokens=(25, 50)[i % 2],
                 temperature=(0.0, 0.8)[i % 2], seed=i)
-        for i in range(5)
+        for i in range(6)
     ]  # fmt: skip
     for steps in (2, 1):
         core.scheduler.reset_prefix_cache()
@@ -95,7 +96,16 @@ def test_random_mixes(form: str, tmp_path: pathlib.Path) -> None:
             got = in_turns(core, requests, every=5)
         assert_equal(requests, got)
         assert spec_figures(core)["num_draft_tokens"] - before > 50
-        assert_reference(folder, record, rng)
+        # Behind a prefix hit one entry of the drafter's KV belongs to the request that wrote it,
+        # whose next token was another (docs/speculation.md); the reference knows nothing of it.
+        assert any(one.cached for one in got.values())
+        fresh = [tuple(r.prompt_token_ids) for r in requests if not got[r.request_id].cached]
+        kept = {
+            tokens: drafts
+            for tokens, drafts in record.drafts.items()
+            if any(tokens[: len(prompt)] == prompt for prompt in fresh)
+        }
+        assert_reference(folder, replace(record, drafts=kept), rng)
     assert core.stats().num_preemptions > 0
     assert core.stats().compilations_after_warmup == 0
 

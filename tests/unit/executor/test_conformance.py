@@ -168,7 +168,9 @@ def test_what_is_sent_is_what_arrives() -> None:
         prompt_targets=np.arange(8, dtype=np.int32).reshape(2, 4)[:, 1:],
     )
     sent = Submit(1, batch)
-    back = decoder(Submit)(encode(sent)).batch
+    message = encode(sent)
+    back = decoder(Submit)(message).batch
+    assert np.shares_memory(back.blob, np.frombuffer(message, np.uint8))  # no copy was made
     assert (back.bucket, back.num_rows, back.prompt_rows) == (batch.bucket, (1,), [(0, 1, 2, 3)])
     for mine, yours in (
         (batch.blob, back.blob),
@@ -190,7 +192,7 @@ def test_what_is_sent_is_what_arrives() -> None:
     assert again.bad_rows.tolist() == [True] and again.bad_rows.dtype == bool
     assert again.logprobs.tolist() == [[0.5, 0.25]] and again.logprobs.dtype == np.float32
     assert [part.tolist() for part in again.prompt_logprobs[3]] == [[0, 1], [[1.0, 1.0]], [0]]
-    with pytest.raises(NotImplementedError, match="object does not go"):
+    with pytest.raises(TypeError, match="object does not go"):
         encode(Submit(1, object()))  # type: ignore[arg-type]
     assert {("seed", 0), ("score", 4)} <= set(keys_of(batch, lambda key: True))
 

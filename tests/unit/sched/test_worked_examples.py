@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from jaxengine.front.ranks.replay import continuation
@@ -13,15 +16,11 @@ from jaxengine.sched.scheduler import Scheduler
 from jaxengine.wire.messages import EngineRequest
 
 
-def scheduler(**changes: object) -> Scheduler:
-    sizes = {
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 64,
-        "block_size": 4,
-        "num_blocks": 16,
-    }
-    return Scheduler(SchedulerSizes(**(sizes | changes)))  # type: ignore[arg-type]
+def scheduler(**changes: Any) -> Scheduler:
+    sizes = SchedulerSizes(
+        max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64, block_size=4, num_blocks=16
+    )
+    return Scheduler(replace(sizes, **changes))
 
 
 def sampled(*tokens: int, count: int = 1) -> StepResult:
