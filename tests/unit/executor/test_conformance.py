@@ -23,6 +23,7 @@ from jaxengine.lab.tap import tapped
 from jaxengine.sampling_params import SamplingParams
 from jaxengine.sched.executor import Batch
 from jaxengine.sched.plan import StepResult
+from jaxengine.sched.shapes import sampler_of
 from jaxengine.wire.messages import EngineRequest
 
 MODEL = GOLDENS / "llama"
@@ -109,6 +110,20 @@ def test_same_batches_same_results(worker: EngineCore) -> None:
         assert worker.executor.stats().keys() == inline.executor.stats().keys()
     finally:
         inline.shutdown()
+
+
+def test_a_step_of_compiled_programs_has_no_time_to_compile(worker: EngineCore) -> None:
+    """Its hang is noticed after step_timeout_sec, with the greedy sampler alone too."""
+    executor = worker.executor
+    assert isinstance(executor, WorkerExecutor)
+    recorded(worker)
+    deadline = time.monotonic() + 20
+    while ("greedy", 1) not in executor.ready_programs and time.monotonic() < deadline:
+        time.sleep(0.05)
+    batches, _ = recorded(worker)
+    greedy = next(b for b in batches if sampler_of(b, lambda key: False)[0] == "greedy")
+    keys = keys_of(greedy, lambda key: key == ("greedy", 1))
+    assert ("greedy", 1) in keys and set(keys) <= executor.ready_programs
 
 
 def test_failures_of_the_worker(worker: EngineCore) -> None:
